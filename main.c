@@ -1,8 +1,8 @@
 /* main.c - the `llm` command: a driver over the public calls of llm.h
  *
- * run, demo, info and tokenize are here, a section for each, and at the end the table of all
- * commands. The functions they share are in docs/cli.c; the other commands are in docs/ (chat,
- * batch, lesson, ladder), models/ (quantize, synth, perplexity) and tests/bench.c. */
+ * run, demo, info and tokenize are here; the table of all commands is at the end. Shared functions
+ * are in docs/cli.c; the other commands are in docs/ (chat, batch, lesson, ladder), models/
+ * (quantize, synth, perplexity) and tests/bench.c. */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -194,7 +194,7 @@ static void run_print_figures(const run *r, const speeds *s) {
                     100 * s->bytes_per_second / s->memory_bytes_per_second,
                     1e-9 * s->memory_bytes_per_second);
         if (s->memory_bytes_per_second > 0 && step_bytes < processor_cache())
-            fprintf(stderr, " (though %s fit the processor's cache)", HUMAN(step_bytes));
+            fprintf(stderr, " (though %s fit in the processor's cache)", HUMAN(step_bytes));
     }
     if (r->request.speculate) print_speculation(&s->statistics);
     print_host_time(&s->statistics);
@@ -243,8 +243,8 @@ static void run_print_json(const run *r, const speeds *s) {
     put("}}\n");
 }
 
-/* Choose the context length: the longest that this request can become, so that a model with a long
- * context needs no huge cache. */
+/* Choose the context length: the most tokens that this request can reach, so that a model with a
+ * long context needs no huge cache. */
 static int run_context(const run *r) {
     int64_t longest = llm_model_config(r->loaded)->context_length;
     int64_t wanted =
@@ -290,12 +290,12 @@ static int command_run(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(r.model),
         {'f', "file", "FILE", TEXT, &r.file, 0, 0,
-         "read the prompt from a file, without one newline at its end"},
+         "read the prompt from a file, without its final newline"},
         {'n', "tokens", "N", WHOLE, &r.request.max_tokens, -1, INT_MAX,
          "generate at most N tokens (-1: to the end of the context; default 512)"},
         SAMPLING_OPTIONS(*s, "-"),
         {'s', "seed", "N", SEED, &r.seed, 0, 0,
-         "seed of the random numbers (default: another one each time, which is printed)"},
+         "seed of the random numbers (default: a new one each time, which is printed)"},
         {0, "samples", "N", WHOLE, &r.request.n_samples, 1, 4096,
          "continue the prompt N times, all at once (default 1)"},
         STOP_OPTION(r.stop),
@@ -340,14 +340,14 @@ static int command_run(const command *self, int argc, char **argv) {
 
 static const char run_notes[] =
     "PROMPT is the text to continue. With - it is read from standard input, exactly as it is\n"
-    "piped, including a newline at its end (printf has none, echo has one). Without a prompt\n"
+    "piped, including a newline at its end (printf adds none, echo adds one). Without a prompt\n"
     "the model begins by itself.\n"
     "\n"
     "The text goes to standard output as it is generated. Then a line of figures goes to\n"
-    "standard error: prompt tokens, time to the first token, tokens per second after it, the\n"
-    "bytes of weights and cache that were read for them, and what share that is of the memory\n"
-    "bandwidth of this machine. On a terminal, accepted proposals (--draft, --lookup) are green.\n"
-    "Ctrl-C ends the text; the figures are of what there is by then, and the exit status is 1.\n"
+    "standard error: prompt tokens, time to the first token, tokens per second after it, bytes of\n"
+    "weights and cache read per second, and their share of this machine's memory bandwidth. On a\n"
+    "terminal, accepted proposals (--draft, --lookup) are green.\n"
+    "Ctrl-C stops; the figures then cover the text so far, and the exit status is 1.\n"
     "\n"
     "Examples:\n"
     "  llm run \"Once upon a time\"\n"
@@ -388,13 +388,31 @@ static int info_program(info *in) {
     return good ? 0 : FAILED;
 }
 
+/* Describe the device that --device names, if any. Returns the exit status. */
+static int info_device(const info *in) {
+    llm_error err;
+    llm_device_state state;
+    if (chosen.device == DEVICE_AUTO || chosen.device == DEVICE_CPU) return 0;
+    llm_backend *device = open_device(&in->engine, &err);
+    if (!device) return fail_with(&err);
+    device->state(device->context, &state);
+    put("%s: %s of memory", state.name, HUMAN(state.total_bytes));
+    put(", %s free; ", HUMAN(state.free_bytes));
+    if (state.proved)
+        put("checked: %d kernel families, %.0f ms\n", state.proved, 1e3 * state.proof_seconds);
+    else put_text("not checked\n");
+    if (state.distrusted) put("wrong results, so other kernels are used: %s\n", state.distrusted);
+    llm_backend_free(device);
+    return 0;
+}
+
 static int command_info(const command *self, int argc, char **argv) {
     info in = {.cache_type = LLM_F16, .memory = UINT64_MAX, .engine = llm_engine_defaults()};
     const option options[] = {
         MODEL_OPTION(in.model),
         {0, "tensors", NULL, FLAG, &in.tensors, 0, 0, "also list the tensors"},
         {0, "check", NULL, FLAG, &in.check, 0, 0,
-         "instead: read all weights, and say which are not finite"},
+         "instead, read all weights, and say which are not finite"},
         {0, "memory", "SIZE", SIZE, &in.memory, 0, 0,
          "what fits into this much memory, such as 8G (default: that of this machine)"},
         {'c', "context", "N", WHOLE, &in.context, 1, INT_MAX,
@@ -404,9 +422,9 @@ static int command_info(const command *self, int argc, char **argv) {
         {0, "program", NULL, FLAG, &in.program, 0, 0,
          "instead, list the operations of a step, with their bytes and arithmetic"},
         {0, "tokens", "N", WHOLE, &in.view.tokens, 1, 1 << 20,
-         "--program: tokens in the step, the last ones of --context (default 1; context: 512)"},
+         "--program: tokens in the step, at the end of --context (default: 1 of 512)"},
         {0, "plan", NULL, FLAG, &in.view.plan, 0, 0,
-         "--program: also list what the device does in one stage"},
+         "--program: also list the device's plan: its stages and barriers"},
         {0, "all", NULL, FLAG, &in.view.all, 0, 0,
          "--program: list all layers, even if they are alike"},
         THREADS_OPTION(in.engine.n_threads), /* for --program; the default device is the CPU */
@@ -433,14 +451,14 @@ static int command_info(const command *self, int argc, char **argv) {
         if (in.loaded && in.context == 0) in.context = in.program && most > 512 ? 512 : most;
         if (in.context > most)
             status =
-                fail("--context is %d: the model was trained for 1 to %d tokens%s%s", in.context,
+                fail("--context is %d: the model supports 1 to %d tokens%s%s", in.context,
                      most, *note ? "; " : "", note);
         else if (in.program && in.view.tokens > in.context)
             status = fail("--tokens is %d, more than --context, %d", in.view.tokens, in.context);
         else if (in.program) status = in.loaded ? info_program(&in) : fail_with(&in.why);
         else if (in.check) status = info_check(&in);
         else if (in.json) info_print_json(&in), status = 0;
-        else info_print(&in), status = 0;
+        else info_print(&in), status = info_device(&in);
     }
     llm_model_free(in.loaded);
     llm_file_close(in.file);
@@ -456,13 +474,15 @@ static const char info_notes[] =
     "  llm info\n"
     "  llm info some.gguf --tensors\n"
     "  llm info some.gguf --memory 8G --context 4096\n"
+    "  llm info --device cuda           (also says whether the GPU gives correct results)\n"
     "  llm info some.gguf --check       (exit status 1: it is damaged, or cannot be run)\n"
     "  llm info some.gguf --program --plan --tokens 512\n";
 
 /* ---- llm tokenize -------------------------------------------------------------------------- */
 typedef struct tokenizing {
-    const char *model, *file;
-    bool json, decode, bos, eos, special, pieces;
+    const char *model, *file, *chat, *template_file;
+    bool json, decode, bos, eos, special, pieces, render;
+    llm_chat_options options;
     const llm_tokenizer *tokenizer;
 } tokenizing;
 
@@ -475,7 +495,9 @@ static unsigned tokenize_flags(const tokenizing *t) {
 static bool tokenize_text(const tokenizing *t, const char *data, size_t length) {
     int32_t *ids;
     llm_error err;
-    int64_t n = llm_tokenize_new(t->tokenizer, data, length, tokenize_flags(t), &ids, &err);
+    int64_t n =
+        t->chat ? llm_chat_tokenize_json(t->tokenizer, &t->options, data, length, &ids, &err)
+                : llm_tokenize_new(t->tokenizer, data, length, tokenize_flags(t), &ids, &err);
     if (n < 0) fail_with(&err);
     if (n >= 0 && t->json) put_ids(ids, n);
     for (int64_t i = 0; !t->json && i < n; i++) {
@@ -486,6 +508,18 @@ static bool tokenize_text(const tokenizing *t, const char *data, size_t length) 
     if (n >= 0 && !t->pieces) put_text("\n");
     llm_free(ids);
     return n >= 0;
+}
+
+/* Print the text of a conversation. */
+static bool tokenize_render(const tokenizing *t, const char *data, size_t length) {
+    llm_error err;
+    int64_t n = llm_chat_render_json(t->tokenizer, &t->options, data, length, NULL, 0, &err);
+    if (n < 0) return !fail_with(&err);
+    char *out = resize(NULL, (size_t)n);
+    llm_chat_render_json(t->tokenizer, &t->options, data, length, out, (size_t)n, &err);
+    put_bytes(out, (size_t)n);
+    free(out);
+    return true;
 }
 
 /* Print the text of a list of ids. */
@@ -514,8 +548,7 @@ static bool tokenize_decode(const tokenizing *t, const char *data, size_t length
     return bytes >= 0;
 }
 
-/* Read JSON values, one per line. Print one line for each at once: another program may wait for
- * it. */
+/* Read JSON values, one per line. Print each result at once: another program may wait for it. */
 static bool tokenize_lines(const tokenizing *t) {
     char *line = NULL;
     size_t capacity = 0;
@@ -547,14 +580,17 @@ static bool tokenize_lines(const tokenizing *t) {
 static bool tokenize_all(const tokenizing *t, int argc, char **argv) {
     if (t->json) return tokenize_lines(t);
     text words = {0};
-    const char *path = t->file ? t->file : argc && strcmp(argv[0], "-") ? NULL : "-";
+    const char *path = t->chat ? t->chat : t->file ? t->file
+                       : argc && strcmp(argv[0], "-") ? NULL : "-";
     bool good = true;
     if (path) good = read_all(path, &words);
     else
         for (int i = 0; i < argc; i++)
             append(&words, " ", i > 0), append(&words, argv[i], strlen(argv[i]));
     append(&words, "", 1);
-    if (good) good = (t->decode ? tokenize_decode : tokenize_text)(t, words.data, words.length - 1);
+    if (good)
+        good = (t->decode ? tokenize_decode : t->render ? tokenize_render : tokenize_text)(
+            t, words.data, words.length - 1);
     free(words.data);
     return good;
 }
@@ -586,9 +622,15 @@ static int command_tokenize(const command *self, int argc, char **argv) {
         {0, "special", NULL, FLAG, &t.special, 0, 0,
          "read special tokens such as <|endoftext|>"},
         {'p', "pieces", NULL, FLAG, &t.pieces, 0, 0,
-         "print one token per line, with its text as the vocabulary has it"},
+         "print one token per line, with its text in the vocabulary"},
         {0, "json", NULL, FLAG, &t.json, 0, 0,
          "convert each line of standard input, a JSON string, to an array of ids"},
+        {0, "chat", "FILE", TEXT, &t.chat, 0, 0,
+         "convert a conversation: a JSON array of messages in OpenAI's form"},
+        {0, "template", "NAME", TEXT, &t.options.template_name, 0, 0,
+         "chat template (default: the one in the model's file)"},
+        {0, "template-file", "FILE", TEXT, &t.template_file, 0, 0, "chat template (Jinja)"},
+        {0, "render", NULL, FLAG, &t.render, 0, 0, "print the conversation as text, not as ids"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1000);
     if (status != PARSED) return status;
@@ -600,8 +642,16 @@ static int command_tokenize(const command *self, int argc, char **argv) {
                       argv[1]);
     if (t.pieces && (t.json || t.decode))
         return misuse(self, "--pieces cannot be combined with --json or --decode");
+    if (t.chat && (argc || t.file || t.json || t.decode))
+        return misuse(self, "--chat has its own text: give no other, and no --json or --decode");
+    if (!t.chat && (t.render || t.template_file || t.options.template_name))
+        return misuse(self, "--template, --template-file and --render are for --chat");
     char *path = vocabulary_path(t.model);
+    text source = {0};
     if (!path) return FAILED;
+    if (t.template_file && !read_all(t.template_file, &source)) return free(path), FAILED;
+    append(&source, "", 1);
+    if (t.template_file) t.options.template_source = source.data;
     llm_error err;
     llm_file *file = llm_file_open(path, &err);
     llm_tokenizer *tokenizer = file ? llm_tokenizer_create(file, &err) : NULL;
@@ -611,20 +661,22 @@ static int command_tokenize(const command *self, int argc, char **argv) {
     llm_tokenizer_free(tokenizer);
     llm_file_close(file);
     free(path);
+    free(source.data);
     return status;
 }
 
 static const char tokenize_notes[] =
     "Without TEXT, standard input is read. The model's file needs no weights, only a vocabulary:\n"
     "a GGUF file, a tokenizer.json, or a folder with one.\n"
-    "With --json --decode, each line is an array of ids and the answer is a string, in which a\n"
-    "byte that is not part of UTF-8 becomes U+FFFD. Without --json, all bytes stay as they are.\n"
+    "With --json --decode, each line is an array of ids and the answer is a string; invalid UTF-8\n"
+    "in it becomes U+FFFD. Without --json, all bytes stay as they are.\n"
     "\n"
     "Examples:\n"
     "  llm tokenize \"Once upon a time\"\n"
     "  llm tokenize --pieces \"Once upon a time\"\n"
     "  llm tokenize -f tale.txt | llm tokenize --decode\n"
-    "  echo '\"The wolf\"' | llm tokenize --json\n";
+    "  echo '\"The wolf\"' | llm tokenize --json\n"
+    "  llm tokenize -m some-instruct.gguf --chat messages.json --render\n";
 
 /* ---- The command itself ------------------------------------------------------------------ */
 static const command run_command = {"run", "Continue a prompt.",
@@ -640,7 +692,7 @@ static const command tokenize_command = {"tokenize", "Convert text to token ids,
                                          command_tokenize, tokenize_notes};
 
 static const command *const commands[] = {
-    &run_command,   &chat_command,     &batch_command,      &demo_command,
+    &run_command,   &chat_command,     &batch_command,      &serve_command,      &demo_command,
     &info_command,  &tokenize_command, &perplexity_command, &quantize_command,
     &bench_command, &synth_command,    &lesson_command,     &ladder_command,
 };
@@ -650,8 +702,7 @@ static void show_commands(void) {
              "Usage: llm COMMAND [options]\n\n");
     for (int i = 0; i < COUNT(commands); i++)
         put("  %-12s %s\n", commands[i]->name, commands[i]->summary);
-    put_text("\n  llm COMMAND --help   print the options of a command, with examples\n"
-             "  llm --version        print the version\n"
+    put_text("\n  llm COMMAND --help: the options of a command, with examples; llm --version\n"
              "\nExamples:\n"
              "  llm run \"Once upon a time\"\n"
              "  llm run -m some.gguf -n 100 \"The capital of France is\"\n"

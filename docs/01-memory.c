@@ -40,7 +40,8 @@ static double shape_cache(const shape *s, int kv_heads) {
 static shape shape_of(const llm_config *c) {
     return (shape){"this model",  c->dim,        c->n_layers,   c->n_heads,
                    c->n_kv_heads, c->hidden_dim, c->vocab_size, c->context_length,
-                   c->head_dim,   c->rope_base,  c->tied_output};
+                   c->head_dim,   c->rope_base,  c->tied_output, c->n_experts,
+                   c->n_experts_used};
 }
 
 /* Show the weights of the file by type. */
@@ -84,6 +85,9 @@ static void memory_heads(lesson *l, const shape *s) {
         {"latent (4.5 x head_dim)", NAN, 4.5 * s->head_dim * s->layers * 2}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Cache per token", "bytes", "");
+    plot_note(&p, "Keys and values of one token, with a kv head for each query head (MHA), as "
+                  "in this model, with one kv head for all (MQA), and with one small latent "
+                  "vector.");
     int bytes = plot_series_add(&p, "bytes");
     static const char *const names[] = {"MHA", "this model", "MQA", "latent"};
     for (int i = 0; i < COUNT(forms); i++) {
@@ -129,10 +133,13 @@ static void memory_shapes(lesson *l, const shape *mine, double card, double band
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "q4_0 weights, and the cache of 16 sequences of 2048 tokens",
                       "GiB", "");
+    plot_note(&p, "All sequences share the weights, but each has a cache of its own. It is "
+                  "small if query heads share kv heads.");
     int weights = plot_series_add(&p, "weights"), cache = plot_series_add(&p, "cache");
     p.stacked = true;
     for (int i = 0; i < N_SHAPES; i++) {
         const shape *s = i ? &shapes[i] : mine;
+        if (s->experts) continue; /* a step reads a small part of these models */
         double n = shape_weights(s), f16 = 2 * n, q4 = shape_bytes(s, false),
                token = shape_cache(s, s->kv_heads);
         double fit = card > q4 ? floor((card - q4) / token) : 0,
@@ -192,7 +199,7 @@ static const char memory_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson memory\n"
-    "  llm lesson memory --card 80G --bandwidth 3350 --price 3 --png memory.png\n";
+    "  llm lesson memory --card 80G --bandwidth 3350 --price 3 --svg memory.svg\n";
 
 const command memory_lesson = {
     "lesson memory", "Weights, cache and activations, and what fits.", "[options]",

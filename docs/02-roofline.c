@@ -136,11 +136,16 @@ static void roofline_show(lesson *l, const roofline *roof, const roofline_row *r
     plot p = plot_new(PLOT_LINES, "The roof, and the measured points", "operations per byte read",
                       "operations per second");
     p.log_x = p.log_y = true;
+    plot_note(&p, "No step can be above the roof: on its slope, moving bytes takes longest, on "
+                  "its flat part, arithmetic does. More tokens in a step are further to the "
+                  "right.");
     int roof_line = plot_series_add(&p, roof->fits ? "roof, from the cache" : "roof"),
         memory_line = roof->fits ? plot_series_add(&p, "roof, from memory") : -1;
     int decode = plot_series_add(&p, "decode"), prefill = plot_series_add(&p, "prefill");
     if (decode >= 0) p.series[decode].dots = true;
     if (prefill >= 0) p.series[prefill].dots = true;
+    if (roof_line >= 0) p.series[roof_line].named_at = 24;
+    if (memory_line >= 0) p.series[memory_line].named_at = 40;
     for (double x = 1; x < 2100; x *= pow(2, 0.125)) {
         plot_point(&p, roof_line, x, fmin(roof->peak, x * bandwidth));
         plot_point(&p, memory_line, x, fmin(roof->peak, x * roof->memory));
@@ -208,7 +213,7 @@ static const char roofline_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson roofline\n"
-    "  llm lesson roofline -t 1 --png roofline.png\n";
+    "  llm lesson roofline -t 1 --svg roofline.svg\n";
 
 const command roofline_lesson = {
     "lesson roofline", "Two limits of this machine; prefill and decode.",

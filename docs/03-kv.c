@@ -70,6 +70,8 @@ static void kv_show(lesson *l, int n_prompt, int n, const kv_run *without, const
                                      {"times", "speedup", "%.1f"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_LINES, "Time to generate the first n tokens", "n", "milliseconds");
+    plot_note(&p, "Without the cache, each step computes the whole text again; with it, only "
+                  "the newest token.");
     int slow = plot_series_add(&p, "without the cache"),
         fast = plot_series_add(&p, "with the cache");
     bool same = true;
@@ -125,7 +127,7 @@ static const char kv_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson kv\n"
-    "  llm lesson kv -n 400 --png kv.png\n";
+    "  llm lesson kv -n 400 --svg kv.svg\n";
 
 const command kv_lesson = {
     "lesson kv", "A text generated with and without the KV cache.", "[options]",

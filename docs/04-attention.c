@@ -48,8 +48,8 @@ static float *attention_rows(const llm_batch *batch, const llm_cache *cache, con
     const llm_type_info *type = llm_type_find(cache->type);
     size_t value_bytes = llm__value_bytes(cache->type);
     for (int p = 0; p < n; p++) {
-        int64_t stride, at = llm__cache_place(cache, side,
-                                              llm__cache_row(batch, cache, 0, kv_head, p), &stride);
+        int64_t row = llm__cache_row(batch, cache, 0, 0, kv_head, p), stride,
+                at = llm__cache_place(cache, side, row, &stride);
         /* Transposed keys are not contiguous: the span includes values of other positions. */
         size_t span = (size_t)((head_dim - 1) * stride + 1);
         char *packed = attention_download(
@@ -143,6 +143,78 @@ static void attention_exact(const attention_look *a, double *weights, double *ou
     }
 }
 
+/* Add a bar: what each tile's terms make of the sum l, after `tile` tiles. The last series is for
+ * all further tiles. */
+static void attention_plot_sum(plot *p, double *terms, int tile, float shrink, float total) {
+    char name[32];
+    snprintf(name, sizeof name, "after tile %d", tile);
+    plot_category(p, name);
+    double before = 0;
+    for (int i = 0; i < PLOT_COLOURS; i++) before += terms[i] *= shrink;
+    terms[tile < PLOT_COLOURS ? tile - 1 : PLOT_COLOURS - 1] += total - before;
+    for (int i = 0; i < p->n_series; i++) plot_bar(p, i, terms[i]);
+}
+
+/* Draw the state after a tile: the scores with m, the sum l by tiles, and acc. `scores` and `sums`
+ * hold all tiles; a bar of l has one segment per series, and acc has d numbers for each tile. */
+static void attention_frame(lesson *l, const plot *scores, const plot *sums, const float *accs,
+                            int d, int tile, double largest_acc) {
+    const plot_series *dots = &scores->series[0], *stairs = &scores->series[1];
+    int first = (tile - 1) * LLM__TILE, seen = first + LLM__TILE;
+    if (seen > dots->n) seen = dots->n;
+    scene *s = new_frame(l, 620, "Tile %d: positions %d to %d", tile, first, seen - 1);
+    if (!s) return;
+    double low = INFINITY, high = -INFINITY, longest = 0, from = 60, m = stairs->y[2 * tile - 1],
+           shrink = tile > 1 ? exp(stairs->y[2 * tile - 3] - m) : 1;
+    char line[128];
+    for (int i = 0; i < dots->n; i++) {
+        low = fmin(low, dots->y[i]);
+        high = larger(high, dots->y[i]);
+    }
+#define FRAME_Y(score) (270 - 180 * ((score) - low) / (high > low ? high - low : 1))
+#define FRAME_X(position) (60 + 820.0 * (position) / dots->n)
+    scene_text(s, SCENE_MUTED, 14, 28, 66, 0, false,
+               "The scores of this tile are orange, those to come are pale. The line is m.");
+    for (int i = 0; i < dots->n; i++) {
+        double x = FRAME_X(i), y = FRAME_Y(dots->y[i]);
+        scene_line(s, i >= seen ? SCENE_GRID : i >= first ? 1 : 0, 5, x, y, x, y);
+    }
+    scene_line(s, 3, 2, 60, FRAME_Y(m), FRAME_X(seen), FRAME_Y(m));
+    snprintf(line, sizeof line, "m = %.2f", m);
+    scene_text(s, SCENE_INK, 14, 60, 300, 0, true, line);
+    snprintf(line, sizeof line, "earlier terms shrink by exp(old m - new m) = %.3f", shrink);
+    if (tile > 1) scene_text(s, SCENE_INK, 14, 180, 300, 0, false, line);
+    for (int k = 0; k < sums->n_categories; k++) {
+        double sum = 0;
+        for (int i = 0; i < sums->n_series; i++) sum += sums->series[i].y[k];
+        longest = larger(longest, sum);
+    }
+    double sum = 0;
+    for (int i = 0; i < sums->n_series; i++) {
+        double to = from + 820 * sums->series[i].y[tile - 1] / longest;
+        if (to > from) scene_rectangle(s, sums->series[i].colour, from, 350, to, 380);
+        if (to > from + 12) {
+            snprintf(line, sizeof line, "%d", i + 1);
+            scene_text(s, SCENE_ON + sums->series[i].colour, 13, (from + to) / 2, 370, 0.5, false,
+                       line);
+        }
+        from = to;
+        sum += sums->series[i].y[tile - 1];
+    }
+    snprintf(line, sizeof line, "l = %.2f, the sum of exp(score - m); in it, each tile's terms",
+             sum);
+    scene_text(s, SCENE_INK, 14, 60, 340, 0, true, line);
+    scene_text(s, SCENE_INK, 14, 60, 422, 0, true,
+               "acc, the sum of exp(score - m) x value; the result is acc / l");
+    for (int i = 0; i < d; i++) {
+        double v = accs[(tile - 1) * d + i], x = 60 + 820.0 * i / d, y = 515 - 80 * v / largest_acc;
+        scene_rectangle(s, 2, x, fmin(y, 515), x + 0.8 * 820 / d, larger(y, 515));
+    }
+    scene_line(s, SCENE_INK, 1, 60, 515, 880, 515);
+#undef FRAME_X
+#undef FRAME_Y
+}
+
 /* Compute the attention tile by tile: keep the largest score m, the sum l and the weighted values
  * so far, which are scaled down when m grows. Returns the difference of the result from `exact`
  * (head_dim). */
@@ -160,25 +232,54 @@ static double attention_walk(lesson *l, const attention_look *a, const double *e
     float *sums = resize(NULL, (size_t)padded * sizeof *sums),
           *out = resize(NULL, (size_t)d * sizeof *out);
     memset(sums, 0, (size_t)padded * sizeof *sums);
-    double distance = 0;
+    double distance = 0, terms[PLOT_COLOURS] = {0}, largest_acc = 1e-30;
+    float *accs = NULL; /* (tiles, d) acc after each tile */
+    llm_attention_shape shape = {.scale = a->scale};
+    plot scores_plot = plot_new(PLOT_LINES, "The scores, and m, the largest so far", "position",
+                                "");
+    plot sum_plot = plot_new(PLOT_BARS, "The sum l, and what each tile's terms make of it", "", "");
+    plot_note(&scores_plot, "A tile with a larger score raises m; it never falls.");
+    plot_note(&sum_plot, "When m rises, the terms of all earlier tiles shrink, and in the end the "
+                         "sum is as if the last m had been known from the start.");
+    int dots = plot_series_add(&scores_plot, "score of a position"),
+        stairs = plot_series_add(&scores_plot, "m, after each tile of 64");
+    scores_plot.series[dots].dots = true;
+    sum_plot.stacked = true;
+    for (int i = 0; i < PLOT_COLOURS && i * LLM__TILE < a->n; i++) {
+        char name[48];
+        snprintf(name, sizeof name, i < PLOT_COLOURS - 1 ? "tile %d" : "tiles from %d on", i + 1);
+        plot_series_add(&sum_plot, name);
+    }
     for (int first = 0, tile = 1; first < a->n; first += LLM__TILE, tile++) {
         int seen = a->n - first < LLM__TILE ? a->n - first : LLM__TILE;
         for (int k = 0; k < LLM__TILE; k++) {
             scores[k] = 0;
             for (int i = 0; k < seen && i < d; i++)
                 scores[k] += a->q[i] * a->keys[(first + k) * d + i];
+            if (k < seen) plot_point(&scores_plot, dots, first + k, scores[k] * a->scale);
         }
         float before = m;
         /* scores become exp(score - m) */
-        llm__base_softmax_row(scores, 0, seen, a->scale, &m, &total, sums, padded);
+        llm__base_softmax_row(scores, 0, seen, &shape, 0, 0, &m, &total, sums, padded);
         for (int k = 0; k < seen; k++)
             for (int i = 0; i < d; i++) sums[i] += scores[k] * a->values[(first + k) * d + i];
         for (int i = 0; i < d; i++) out[i] = sums[i] / total;
         distance = largest_difference(out, exact, d);
+        plot_point(&scores_plot, stairs, first, (double)m);
+        plot_point(&scores_plot, stairs, first + seen - 1, (double)m);
+        attention_plot_sum(&sum_plot, terms, tile, first ? expf(before - m) : 0, total);
+        accs = resize(accs, (size_t)(tile * d) * sizeof *accs);
+        memcpy(accs + (tile - 1) * d, sums, (size_t)d * sizeof *accs);
+        for (int i = 0; i < d; i++) largest_acc = larger(largest_acc, fabs((double)sums[i]));
         add_row(&t, (double)tile, (double)first, (double)(first + seen - 1), (double)m,
                 first ? exp((double)before - m) : NAN, (double)total, distance);
     }
+    for (int tile = 1; tile <= sum_plot.n_categories && l->html; tile++)
+        attention_frame(l, &scores_plot, &sum_plot, accs, d, tile, largest_acc);
+    free(accs);
     show_table(l, &t, "tiles");
+    show_plot(l, &scores_plot);
+    keep_plot(l, sum_plot);
     free(sums);
     free(out);
     return distance;
@@ -221,13 +322,8 @@ static void attention_show(lesson *l, const attention_look *a) {
     double *weights = resize(NULL, (size_t)a->n * sizeof *weights),
            *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
     attention_exact(a, weights, exact);
-    plot p = plot_new(PLOT_LINES, "Attention weights of the last token", "position", "weight");
-    int line = plot_series_add(&p, "weight");
     double sum = 0;
-    for (int i = 0; i < a->n; i++) {
-        sum += weights[i];
-        plot_point(&p, line, i, weights[i]);
-    }
+    for (int i = 0; i < a->n; i++) sum += weights[i];
     say(l, "Layer %d, head %d, the last of %d tokens: %d scores, in tiles of %d.\n\n", a->layer,
         a->head, a->n, a->n, LLM__TILE);
     double distance = attention_walk(l, a, exact);
@@ -240,7 +336,6 @@ static void attention_show(lesson *l, const attention_look *a) {
     fact(l, "weights_sum", sum);
     fact(l, "walk_error", distance);
     attention_bytes(l, a);
-    show_plot(l, &p);
     free(weights);
     free(exact);
 }
@@ -251,6 +346,7 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     attention_look look = {.layer = -1, .head = -1};
     const option options[] = {
         LESSON_OPTIONS(l),
+        HTML_OPTION(l),
         {'p', "prompt", "N", WHOLE, &n, 2, 1 << 20,
          "tokens of the prompt (default 400, or what fits the context)"},
         {0, "layer", "N", WHOLE, &look.layer, 0, 1 << 20, "the layer, from 0 (default 2)"},
@@ -301,7 +397,8 @@ static const char attention_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson attention\n"
-    "  llm lesson attention --prompt 900 --layer 7 --head 0 --png attention.png\n";
+    "  llm lesson attention --prompt 900 --layer 7 --head 0 --svg attention.svg\n"
+    "  llm lesson attention --html attention.html\n";
 
 const command attention_lesson = {
     "lesson attention", "One head, tile by tile: the online softmax.", "[options]",

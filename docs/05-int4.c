@@ -8,7 +8,6 @@
 #include "../models/quantize.h"
 #include "../models/tools.h"
 
-#include <errno.h>
 #include <unistd.h>
 
 enum { INT4_GROUP = 32, INT4_BYTES = 18 }; /* q4_0: values and bytes of a block */
@@ -96,6 +95,8 @@ static void int4_histogram(lesson *l, const int4 *x) {
     snprintf(title, sizeof title, "How often each q occurs in %s", x->tensor_name);
     plot p = plot_new(PLOT_BARS, title, "% of the weights", "");
     int line = plot_series_add(&p, "share");
+    plot_note(&p, "Level 8 is zero, and most weights are near it. The weight of largest "
+                  "magnitude in each group of 32 becomes level 0: hence the step at the top.");
     for (int q = 0; q < 16; q++) {
         char name[16];
         snprintf(name, sizeof name, "q = %d", q);
@@ -130,19 +131,23 @@ static double int4_error(const int4 *x, const llm_type_info *type) {
     return sqrt(lost / all);
 }
 
-bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits,
-                       double *perplexity_) {
-    char *path = bundled_path("models/eval.txt");
-    text words = {0};
-    perplexity p = {.loaded = (llm_model *)model};
+llm_engine *perplexity_engine(const lesson *l, const llm_model *model) {
     llm_engine_options options = l->engine;
     int longest = llm_model_config(model)->context_length;
-    p.context = options.context_length = longest < 1024 ? longest : 1024;
+    options.context_length = longest < 1024 ? longest : 1024;
     options.max_sequences = 1;
     options.draft = NULL;
     options.cache_bytes = 0;
-    bool good =
-        path && read_all(path, &words) && (p.engine = lesson_engine(model, &options)) != NULL;
+    return lesson_engine(model, &options);
+}
+
+bool measure_perplexity(const llm_model *model, llm_engine *engine, int bytes_of_text, double *bits,
+                        double *perplexity_) {
+    char *path = bundled_path("models/eval.txt");
+    text words = {0};
+    perplexity p = {.loaded = (llm_model *)model, .engine = engine,
+                    .context = llm_engine_settings(engine)->context_length};
+    bool good = path && read_all(path, &words);
     size_t end =
         good && (size_t)bytes_of_text < words.length ? (size_t)bytes_of_text : words.length;
     while (good && end < words.length && ((unsigned char)words.data[end] & 0xC0) == 0x80)
@@ -154,23 +159,23 @@ bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, dou
     show_progress("", -1, "");
     *bits = p.bytes ? p.nats / log(2) / (double)p.bytes : NAN;
     *perplexity_ = p.predicted ? exp(p.nats / (double)p.predicted) : NAN;
-    free_engine(p.engine);
     free(words.data);
     free(path);
     return good && !stop_requested;
 }
 
+bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits,
+                       double *perplexity_) {
+    llm_engine *engine = perplexity_engine(l, model);
+    bool good = engine && measure_perplexity(model, engine, bytes_of_text, bits, perplexity_);
+    free_engine(engine);
+    return good;
+}
+
 llm_model *quantized_model(const char *path, llm_type type) {
-    const char *folder = getenv("TMPDIR");
     char name[4096];
     llm_error err;
-    snprintf(name, sizeof name, "%s/llm-lesson-XXXXXX", folder && *folder ? folder : "/tmp");
-    int descriptor = mkstemp(name);
-    if (descriptor < 0)
-        return fail("cannot create a file in %s: %s (set TMPDIR to another folder)",
-                    folder ? folder : "/tmp", strerror(errno)),
-               NULL;
-    close(descriptor);
+    if (!temporary_file(name, sizeof name)) return NULL;
     llm_model *model =
         llm_quantize(path, name, type, false, NULL, NULL, &err) ? llm_model_load(name, &err) : NULL;
     if (!model) fail_with(&err);
@@ -207,7 +212,8 @@ static bool int4_types(lesson *l, const int4 *x) {
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_LINES, "Quality and bytes per step of each type", "MiB per step",
                       "bits per byte (lower is better)");
-    p.named_dots = true;
+    plot_note(&p, "To the left: fewer bytes to read per token. Lower: a model that predicts "
+                  "better.");
     bool good = true;
     for (int i = 0; llm_type_at(i) && good && !stop_requested; i++) {
         const llm_type_info *type = llm_type_at(i);
@@ -270,7 +276,7 @@ static const char int4_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson int4\n"
-    "  llm lesson int4 --text 1000000 --tensor blk.0.attn_q.weight --png int4.png\n";
+    "  llm lesson int4 --text 1000000 --tensor blk.0.attn_q.weight --svg int4.svg\n";
 
 const command int4_lesson = {
     "lesson int4", "4-bit weights: one group, then all types compared.", "[options]",

@@ -52,6 +52,8 @@ static void prefill_show(lesson *l, const prefill_row *rows, int n_rows, int n) 
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_LINES, "TTFT and TPOT by the length of the prompt", "tokens of prompt",
                       "milliseconds");
+    plot_note(&p, "A longer prompt delays the first token (TTFT); each token after it takes "
+                  "about as long as ever (TPOT).");
     int first = plot_series_add(&p, "TTFT: the whole prompt"),
         each = plot_series_add(&p, "TPOT: one token");
     p.log_x = p.log_y = true;
@@ -125,7 +127,7 @@ static const char prefill_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson prefill\n"
-    "  llm lesson prefill -t 1 --prompt 16,128,512 --png prefill.png\n";
+    "  llm lesson prefill -t 1 --prompt 16,128,512 --svg prefill.svg\n";
 
 const command prefill_lesson = {
     "lesson prefill", "TTFT and TPOT by the length of the prompt.", "[options]",

@@ -84,9 +84,14 @@ static batching_result new_batching_result(const batching *b, int policy) {
     snprintf(title, sizeof title, "%s: the request in each batch slot, tick by tick",
              policy_names[policy]);
     r.map = plot_new(PLOT_MAP, title, "ticks", "");
+    plot_note(&r.map, "%s",
+              policy == STATIC    ? "A group starts when all requests of the group before it ended."
+              : policy == DYNAMIC ? "A group also waits until it is full, or its time is over."
+                                  : "A request takes a free slot in the next step.");
     for (int i = 0; i < b->slots; i++) plot_category(&r.map, (char[8]){(char)('1' + i % 9), 0});
     for (int i = 0; i <= b->n; i++) { /* the last series is padding */
-        int series = plot_series_add(&r.map, "");
+        bool named = i == b->n && policy != CONTINUOUS;
+        int series = plot_series_add(&r.map, named ? "padding, for an ended request" : "");
         if (series < 0) continue;
         r.map.series[series].mark =
             i == b->n ? '-' : (char)(i % 52 < 26 ? 'A' + i % 26 : 'a' + i % 26);
@@ -206,11 +211,72 @@ static void batching_show(lesson *l, const batching *b, batching_result *results
     }
 }
 
+/* The ticks of a request, from the map: the first and the last; -1: none. */
+static void batching_ticks(const plot *map, int request, int *first, int *last) {
+    *first = *last = -1;
+    for (int i = 0; i < map->columns * map->n_categories; i++) {
+        if (map->cells[i] != request + 1) continue;
+        *last = i / map->n_categories;
+        if (*first < 0) *first = *last;
+    }
+}
+
+static void batching_box(scene *s, double x, double y, int colour, char mark) {
+    scene_rectangle(s, colour, x, y, x + 28, y + 28);
+    scene_text(s, SCENE_ON + colour, 14, x + 14, y + 19, 0.5, false, (char[2]){mark, 0});
+}
+
+/* Draw a policy in a tick: who is in the slots, who waits, and how many have ended. */
+static void batching_policy(scene *s, const batching *b, const plot *map, const char *name,
+                            int tick, double y) {
+    int waiting = 0, ended = 0, padding = 0;
+    char line[64];
+    scene_text(s, SCENE_INK, 14, 28, y + 20, 0, true, name);
+    for (int slot = 0; slot < b->slots && slot < 16; slot++) {
+        int i = tick < map->columns ? map->cells[tick * b->slots + slot] - 1 : -1;
+        double x = 130 + slot * 32;
+        if (i >= 0) batching_box(s, x, y, map->series[i].colour, map->series[i].mark);
+        else scene_rectangle(s, SCENE_EMPTY, x, y, x + 28, y + 28);
+    }
+    snprintf(line, sizeof line, "+ %d", b->slots - 16);
+    if (b->slots > 16) scene_text(s, SCENE_INK, 14, 650, y + 20, 0, false, line);
+    scene_text(s, SCENE_MUTED, 14, 28, y + 58, 0, false, "waiting");
+    for (int i = 0; i < b->n; i++) {
+        int first, last;
+        batching_ticks(map, i, &first, &last);
+        ended += last >= 0 && last < tick;
+        if (i * b->gap > tick || (first >= 0 && first <= tick)) continue;
+        if (waiting < 22)
+            batching_box(s, 130 + waiting * 32, y + 38, map->series[i].colour, map->series[i].mark);
+        waiting++;
+    }
+    snprintf(line, sizeof line, "+ %d", waiting - 22);
+    if (waiting > 22) scene_text(s, SCENE_INK, 14, 902, y + 58, 1, false, line);
+    for (int i = 0; i < (tick + 1) * b->slots && i < map->columns * b->slots; i++)
+        padding += map->cells[i] == b->n + 1;
+    snprintf(line, sizeof line, "%d of %d have ended; padding so far: %d", ended, b->n, padding);
+    scene_text(s, SCENE_INK, 14, 130, y + 92, 0, false, line);
+}
+
+static void batching_frames(lesson *l, const batching *b, const batching_result *results) {
+    int ticks = 0;
+    for (int i = 0; i < N_POLICIES; i++)
+        if (results[i].ticks > ticks) ticks = results[i].ticks;
+    for (int tick = 0; tick <= ticks && l->html; tick++) {
+        scene *s = new_frame(l, 74 + 120 * N_POLICIES, "The slots of the batch in tick %d", tick);
+        scene_text(s, SCENE_MUTED, 14, 28, 64, 0, false,
+                   "A letter is a request; - is padding: a token computed for an ended request.");
+        for (int i = 0; i < N_POLICIES; i++)
+            batching_policy(s, b, &results[i].map, policy_names[i], tick, 84 + 120 * i);
+    }
+}
+
 static int lesson_batching(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
     batching b = {.slots = 6, .n = 24, .prompt = 8, .gap = 2, .lengths = {2, 40}, .window = 0.02f};
     const option options[] = {
         LESSON_OPTIONS(l),
+        HTML_OPTION(l),
         {0, "slots", "N", WHOLE, &b.slots, 1, 64, "slots of the batch (default 6)"},
         {0, "requests", "N", WHOLE, &b.n, 1, 200, "number of requests (default 24)"},
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1024, "tokens per prompt (default 8)"},
@@ -230,6 +296,7 @@ static int lesson_batching(const command *self, int argc, char **argv) {
     memset(results, 0, sizeof results);
     bool good = true;
     for (int i = 0; i < N_POLICIES && good; i++) good = batching_run(&l, &b, i, &results[i]);
+    if (good) batching_frames(&l, &b, results);
     if (good) batching_show(&l, &b, results);
     for (int i = 0; i < N_POLICIES && !good; i++) {
         plot_free(&results[i].map);
@@ -247,7 +314,8 @@ static const char batching_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson batching\n"
-    "  llm lesson batching --slots 8 --requests 40 --gen 10-100 --png batching.png\n";
+    "  llm lesson batching --slots 8 --requests 40 --gen 10-100 --svg batching.svg\n"
+    "  llm lesson batching --html batching.html\n";
 
 const command batching_lesson = {"lesson batching",
                                  "Static, dynamic and continuous batching compared.", "[options]",

@@ -112,6 +112,49 @@ static paged_counts paged_count(const paged_state *p, plot *map, int step, int n
     return c;
 }
 
+/* A block of a frame: its number, in the colour of its owner. */
+static void paged_block(scene *s, double x, double y, int block, int colour) {
+    char name[8];
+    snprintf(name, sizeof name, "%d", block);
+    scene_rectangle(s, colour, x, y, x + 42, y + 30);
+    scene_text(s, colour < SCENE_COLOURS ? SCENE_ON + colour : SCENE_MUTED, 13, x + 21, y + 20, 0.5,
+               false, name);
+}
+
+/* Draw the pool and the block tables after a step. */
+static void paged_frame(lesson *l, const paged_state *p, const plot *map, int step, int n_blocks) {
+    static const char *const owners[PAGED_OWNERS] = {"A", "B, sample 1", "B, sample 2",
+                                                     "B, sample 3", "C", "D"};
+    int rows = (n_blocks + 17) / 18;
+    double tables = 130 + 34 * rows;
+    scene *s = new_frame(l, tables + 34 * PAGED_OWNERS + 20, "The cache after step %d", step);
+    if (!s) return;
+    scene_text(s, SCENE_MUTED, 14, 28, 66, 0, false,
+               "The pool: free blocks are pale, or light grey if their content is kept for a "
+               "prompt that begins alike.");
+    for (int i = 0; i < n_blocks; i++) {
+        int at = step < map->columns ? map->cells[step * n_blocks + i] - 1 : -1;
+        paged_block(s, 28 + i % 18 * 49, 80 + i / 18 * 34, i,
+                    at < 0 ? SCENE_EMPTY : map->series[at].colour);
+    }
+    scene_text(s, SCENE_MUTED, 14, 28, tables - 14, 0, false,
+               "The block tables, in order of the text. A block in several tables is purple.");
+    for (int owner = 0; owner < PAGED_OWNERS; owner++) {
+        double y = tables + 34 * owner;
+        bool live = p->lengths[owner] > 0;
+        scene_text(s, live ? SCENE_INK : SCENE_MUTED, 14, 28, y + 20, 0, false, owners[owner]);
+        char more[16];
+        snprintf(more, sizeof more, "+ %d", p->lengths[owner] - 15);
+        if (p->lengths[owner] > 15) scene_text(s, SCENE_INK, 14, 868, y + 20, 0, false, more);
+        for (int k = 0; k < p->lengths[owner] && k < 15; k++) {
+            int block = p->tables[owner][k];
+            paged_block(s, 130 + k * 49, y, block,
+                        p->references[block] > 1 ? map->series[PAGED_SHARED].colour
+                                                 : map->series[owner].colour);
+        }
+    }
+}
+
 static bool paged_submit(lesson *l, llm_engine *engine, int i) {
     llm_error err;
     llm_request request = llm_request_defaults();
@@ -148,7 +191,11 @@ static paged_run new_paged_run(int n_blocks) {
     paged_run r = {.steps = new_table(columns, COUNT(columns))};
     r.map = plot_new(PLOT_MAP, "The owner of each block of the pool, after each step", "steps",
                      "block");
+    plot_note(&r.map, "Sequences take a block when they need one, anywhere. Equal beginnings "
+                      "share blocks. A free block keeps its content until its space is needed.");
     r.slots = plot_new(PLOT_LINES, "Cache slots", "steps", "slots");
+    plot_note(&r.slots, "Nearly all slots of used blocks hold a token. Reserving a whole "
+                        "context for each sequence would take many times as much.");
     for (int i = 0; i < COUNT(owners); i++) {
         int series = plot_series_add(&r.map, owners[i]);
         if (series >= 0) r.map.series[series].mark = "A123CD#k"[i];
@@ -158,6 +205,8 @@ static paged_run new_paged_run(int n_blocks) {
     plot_series_add(&r.slots, "with a token");
     plot_series_add(&r.slots, "in used blocks");
     plot_series_add(&r.slots, "if whole contexts were reserved");
+    for (int i = 0; i < r.slots.n_series; i++)
+        r.slots.series[i].named_at = (const int[]){16, 12, 26}[i]; /* where the lines are apart */
     return r;
 }
 
@@ -191,6 +240,7 @@ static bool paged_run_all(lesson *l, llm_engine *engine, int n_blocks, paged_run
         if (result < 0) good = !fail_with(&err);
         going = result > 0 || n_arrived < PAGED_REQUESTS;
         paged_counts counts = paged_count(&r->state, &r->map, step, n_blocks);
+        paged_frame(l, &r->state, &r->map, step, n_blocks);
         if (good)
             paged_note(l, r, &counts, (double)llm_engine_statistics(engine).slots_used, step,
                        n_blocks);
@@ -235,6 +285,7 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     l.engine.block_size = 8;
     const option options[] = {
         LESSON_OPTIONS(l),
+        HTML_OPTION(l),
         {0, "block-size", "N", WHOLE, &l.engine.block_size, 1, 96, "tokens in a block (default 8)"},
         {0, "blocks", "N", WHOLE, &n_blocks, 1, PAGED_BLOCKS, "blocks in the pool (default 28)"},
     };
@@ -275,7 +326,8 @@ static const char paged_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson paged\n"
-    "  llm lesson paged --block-size 4 --blocks 60 --png paged.png\n";
+    "  llm lesson paged --block-size 4 --blocks 60 --svg paged.svg\n"
+    "  llm lesson paged --html paged.html\n";
 
 const command paged_lesson = {"lesson paged", "The owner of each cache block, step by step.",
                               "[options]", lesson_paged, paged_notes};

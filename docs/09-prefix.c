@@ -60,6 +60,8 @@ static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n
         {"ttft_warm_ms", "TTFT ms with", "%.1f"}, {"times", "speedup", "%.1f"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Time to the first token, by request", "milliseconds", "");
+    plot_note(&p, "The first request computes the beginning that all share. The others find it "
+                  "in the cache, and compute only what is their own.");
     int without = plot_series_add(&p, "no prefix cache"),
         with = plot_series_add(&p, "prefix cache");
     for (int i = 0; i < n; i++) {
@@ -137,7 +139,7 @@ static const char prefix_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson prefix\n"
-    "  llm lesson prefix --shared 900 --block-size 64 --png prefix.png\n";
+    "  llm lesson prefix --shared 900 --block-size 64 --svg prefix.svg\n";
 
 const command prefix_lesson = {"lesson prefix", "Many questions after one long instruction.",
                                "[options]", lesson_prefix, prefix_notes};

@@ -15,6 +15,7 @@ enum { LADDER_REQUESTS = 24, LADDER_SHARED = 96, LADDER_OWN = 8, LADDER_CONTEXTS
 typedef struct rung {
     const char *name;
     bool no_cache, naive, int4, prefix, draft, paged;
+    bool large;                       /* the inflated int4 model */
     llm_isa isa;
     int threads;                      /* number of threads; 0: all */
     int sequences;                    /* most at a time; 0: as many as fit into the cache */
@@ -27,8 +28,10 @@ typedef struct ladder {
     int n, context;                  /* output tokens of the single request; longest sequence */
     int requests, shared;            /* requests at once; tokens that their prompts share */
     llm_model *f16, *int4, *draft;   /* model in f16; the same in int4; draft */
+    llm_model *large;                /* the int4 model, inflated: see llm synth */
     task one, many[LADDER_REQUESTS]; /* the workloads */
     double cache_bytes;
+    uint64_t inflate;                /* size of `large` in bytes; 0: none */
     bool gpu;
 } ladder;
 
@@ -108,7 +111,7 @@ static llm_backend *ladder_device(const lesson *l, const ladder *x, const rung *
 
 /* Run both workloads on a rung, and keep the best rates and the first tokens. */
 static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
-    llm_model *model = r->int4 ? x->int4 : x->f16;
+    llm_model *model = r->large ? x->large : r->int4 ? x->int4 : x->f16;
     llm_backend *device = ladder_device(l, x, r);
     if (!device) return false;
     llm_engine_options options = ladder_options(x, r, device);
@@ -174,13 +177,17 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Tokens per second, rung by rung",
                       "tokens per second, logarithmic", "");
+    plot_note(&p, "Each rung keeps all optimisations above it and adds one.");
     p.log_x = true;
     int one = plot_series_add(&p, "one request"), many = plot_series_add(&p, "many requests");
+    int last = 0; /* the last rung of the small model */
     for (int i = 0; i < n; i++) {
         const rung_result *r = &results[i], *before = i ? &results[i - 1] : NULL;
+        bool compare = before && rungs[i].large == rungs[i - 1].large;
         char check[48];
-        add_row(&t, rungs[i].name, r->one, before ? r->one / before->one : NAN, r->many,
-                before ? r->many / before->many : NAN, r->memory / 1048576,
+        if (!rungs[i].large) last = i;
+        add_row(&t, rungs[i].name, r->one, compare ? r->one / before->one : NAN, r->many,
+                compare ? r->many / before->many : NAN, r->memory / 1048576,
                 ladder_check(x, r, before, check, sizeof check));
         plot_category(&p, rungs[i].name);
         plot_bar(&p, one, r->one);
@@ -192,20 +199,23 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
         "before. bits: per byte of text, in int4 (in f16).\n\n",
         x->n, x->requests, x->shared, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
     show_table(l, &t, "rungs");
-    fact(l, "total_one", results[n - 1].one / results[0].one);
-    fact(l, "total_many", results[n - 1].many / results[0].many);
-    double best_one = 0, best_many = 0;
-    for (int i = 0; i < n; i++)
-        best_one = larger(best_one, results[i].one), best_many = larger(best_many, results[i].many);
+    fact(l, "total_one", results[last].one / results[0].one);
+    fact(l, "total_many", results[last].many / results[0].many);
     say(l,
-        "\nOn the last rung, one request is %.0f times as fast as on the first, and many are %.0f "
-        "times as fast; on the best rung, it is %.0f and %.0f times.\n",
-        results[n - 1].one / results[0].one, results[n - 1].many / results[0].many,
-        best_one / results[0].one, best_many / results[0].many);
+        "\nWith all switches before speculation, one request is %.0f times as fast as on the first "
+        "rung, and many are %.0f times as fast.\n",
+        results[last].one / results[0].one, results[last].many / results[0].many);
+    if (last + 2 < n)
+        say(l,
+            "The last two rungs run the same int4 model, inflated to %s with the same tokens (see "
+            "llm synth), and two requests as the many: speculation is for models that memory "
+            "limits.\n",
+            HUMAN(x->inflate));
     show_plot(l, &p);
 }
 
-/* Load the model (f16, or that of -m), the same in int4, and the draft of the bundled model. */
+/* Load the model (f16, or that of -m) and the same in int4. The bundled model also has a draft, and
+ * the int4 model inflated, so that bytes limit it. */
 static bool ladder_models(lesson *l, ladder *x) {
     llm_error err;
     x->f16 = l->loaded;
@@ -213,7 +223,10 @@ static bool ladder_models(lesson *l, ladder *x) {
     char *draft = x->int4 && !l->model ? bundled_path("models/tales-draft.gguf") : NULL;
     if (draft && !(x->draft = llm_model_load(draft, &err))) fail_with(&err);
     free(draft);
-    return x->int4 && (l->model || x->draft);
+    char *small = x->draft ? bundled_path(DEFAULT_MODEL) : NULL;
+    if (small && x->inflate) x->large = inflated_model(small, x->inflate);
+    free(small);
+    return x->int4 && (l->model || (x->draft && (x->large || !x->inflate)));
 }
 
 static bool ladder_tasks(const lesson *l, ladder *x) {
@@ -234,6 +247,8 @@ static bool ladder_tasks(const lesson *l, ladder *x) {
 /* A switch that a rung does not name is off. */
 #define LADDER_FAST .isa = LLM_ISA_BEST, .many = LADDER_REQUESTS
 #define LADDER_INT4 LADDER_FAST, .int4 = true
+#define LADDER_INFLATED .int4 = true, .paged = true, .prefix = true, .large = true, .many = 2
+#define LADDER_LARGE .isa = LLM_ISA_BEST, LADDER_INFLATED
 static const rung ladder_cpu[] = {
     {"naive: no cache", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .no_cache = true,
      .naive = true, .many = 2},
@@ -247,13 +262,16 @@ static const rung ladder_cpu[] = {
     {"+ continuous", LADDER_INT4, .sequences = LADDER_CONTEXTS},
     {"+ paged cache", LADDER_INT4, .paged = true},
     {"+ prefix cache", LADDER_INT4, .paged = true, .prefix = true},
-    {"+ speculation", LADDER_INT4, .paged = true, .prefix = true, .draft = true},
+    {"inflated model", LADDER_LARGE},
+    {"+ speculation", LADDER_LARGE, .draft = true},
 };
 
 /* On a GPU, switches of kernels and launches replace those of vectors and threads. */
 #define LADDER_KERNELS .many = LADDER_REQUESTS, .tiled = true
-#define LADDER_GPU LADDER_KERNELS, .fused = true, .split = true, .graphs = true
+#define LADDER_SWITCHES .fused = true, .split = true, .graphs = true
+#define LADDER_GPU LADDER_KERNELS, LADDER_SWITCHES
 #define LADDER_GPU_INT4 LADDER_GPU, .int4 = true
+#define LADDER_GPU_LARGE .tiled = true, LADDER_SWITCHES, LADDER_INFLATED
 static const rung ladder_gpu[] = {
     {"naive: no cache", .sequences = 1, .no_cache = true, .naive = true, .many = 2},
     {"+ KV cache", .sequences = 1, .naive = true, .many = 3},
@@ -266,7 +284,8 @@ static const rung ladder_gpu[] = {
     {"+ continuous", LADDER_GPU_INT4, .sequences = LADDER_CONTEXTS},
     {"+ paged cache", LADDER_GPU_INT4, .paged = true},
     {"+ prefix cache", LADDER_GPU_INT4, .paged = true, .prefix = true},
-    {"+ speculation", LADDER_GPU_INT4, .paged = true, .prefix = true, .draft = true},
+    {"inflated model", LADDER_GPU_LARGE},
+    {"+ speculation", LADDER_GPU_LARGE, .draft = true},
 };
 
 /* Run each rung three times and keep the best result, since other programs use the machine too.
@@ -292,7 +311,7 @@ static bool ladder_climb(lesson *l, ladder *x, const rung *rungs, int n, int tex
 
 static int command_ladder(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    ladder x = {.n = -1, .requests = LADDER_REQUESTS};
+    ladder x = {.n = -1, .requests = LADDER_REQUESTS, .inflate = 300 << 20};
     int text = 6000;
     const option options[] = {
         LESSON_OPTIONS(l),
@@ -300,6 +319,9 @@ static int command_ladder(const command *self, int argc, char **argv) {
          "output tokens of the one request, and of a third of the many (default 48, or what fits)"},
         {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS,
          "number of the many requests (default 24)"},
+        {0, "inflate", "SIZE", SIZE, &x.inflate, 0, 0,
+         "size of the inflated model of the last rungs, see llm synth; 0: without these rungs "
+         "(default 300M)"},
         {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX,
          "bytes of models/eval.txt for the bits per byte of int4 (default 6000)"},
     };
@@ -322,7 +344,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
     bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
     const rung *rungs = x.gpu ? ladder_gpu : ladder_cpu;
     int n = x.gpu ? COUNT(ladder_gpu) : COUNT(ladder_cpu);
-    if (!x.draft) n--; /* the last rung is speculation */
+    if (!x.large) n -= 2; /* the last rungs are for speculation */
     good = good && ladder_climb(&l, &x, rungs, n, text, results);
     if (good) ladder_show(&l, &x, rungs, results, n);
     for (int i = 0; i < COUNT(results); i++)
@@ -330,6 +352,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
     free((void *)x.one.request.prompt);
     for (int i = 0; i < LADDER_REQUESTS; i++) free((void *)x.many[i].request.prompt);
     llm_model_free(x.int4);
+    llm_model_free(x.large);
     llm_model_free(x.draft);
     return lesson_end(&l, good);
 }
@@ -344,7 +367,7 @@ static const char ladder_notes[] =
     "\n"
     "Examples:\n"
     "  llm ladder\n"
-    "  llm ladder --png ladder.png\n";
+    "  llm ladder --svg ladder.svg\n";
 
 const command ladder_command = {
     "ladder", "Compare the naive engine with each optimization, in one table.",

@@ -38,7 +38,7 @@ typedef struct kernel_watch { /* what the observer must count, and its counts */
     emulator_access widest; /* a load by the first warp, with the most bytes per lane */
 } kernel_watch;
 
-/* The short name of a kernel: llm__matmul_few_kernel<Layout, R> becomes matmul_few. */
+/* The short name of a kernel: llm__matmul_one_kernel<Layout> becomes matmul_one. */
 static void kernel_name(const char *launched, char *out, size_t size) {
     while (*launched == '(') launched++;
     if (!strncmp(launched, "llm__", 5)) launched += 5;
@@ -114,6 +114,8 @@ static double kernel_percent(double used, double sectors) {
  * are read (per 8, 16 or 32 bytes if there are many sectors); one colour per sector. */
 static plot kernel_map(const emulator_access *a, const char *title) {
     plot p = plot_new(PLOT_MAP, title, "", "lane");
+    plot_note(&p, "A row is a lane of the warp; a digit and its colour are one sector of 32 "
+                  "bytes. Memory moves whole sectors, also for lanes that use a part of one.");
     uint64_t sectors[KERNEL_LANES * 8];
     int n = 0;
     for (int i = 0; i < KERNEL_LANES; i++)
@@ -241,6 +243,7 @@ static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch
     llm_error err;
     setenv("LLM_EMU_MEMORY", "1073741824", 0);
     emulator_label("scratch");
+    chosen.gpu.trust = true;
     llm_backend *device = llm_observed_backend(&chosen.gpu, &err);
     if (!device) return !fail_with(&err);
     llm_backend spy = *device;
@@ -357,17 +360,31 @@ static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
 
 static int lesson_kernel(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    int n_prompt = 20;
+    int n_prompt = 20, rows = 0, columns = 0;
+    bool ladder = false;
     const char *kernel = "rmsnorm";
+    chosen.gpu.fused = false; /* each operation is a kernel of its own */
     const option options[] = {
         LESSON_OPTIONS(l),
         {0, "kernel", "NAME", TEXT, &kernel, 0, 0,
          "the kernel to show in detail, named as in the table (default rmsnorm)"},
         {'p', "prompt", "N", WHOLE, &n_prompt, 1, 512,
          "tokens of the prompt before the decode step (default 20)"},
+        {0, "ladder", NULL, FLAG, &ladder, 0, 0,
+         "instead: one 4-bit product in seven versions (page 17)"},
+        {0, "rows", "N", WHOLE, &rows, 1, 1 << 16,
+         "--ladder: rows of its weights (default 128; for times on a GPU 14336)"},
+        {0, "cols", "N", WHOLE, &columns, 1, 1 << 16,
+         "--ladder: columns of its weights, a multiple of 32 (default 4096)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
+    if ((rows || columns) && !ladder)
+        return lesson_end(&l, false), misuse(self, "--rows and --cols need --ladder");
+    if (columns % 32)
+        return fail("%d columns are not a multiple of 32", columns), lesson_end(&l, false);
+    if (ladder && chosen.device != DEVICE_CPU)
+        return lesson_end(&l, product_ladder(&l, rows, columns));
     if (chosen.device == DEVICE_CPU || chosen.device == DEVICE_CUDA)
         return fail("the counters need the emulated device: for a GPU, use ncu of the CUDA "
                     "Toolkit; the CPU runs no CUDA kernels"),
@@ -377,13 +394,15 @@ static int lesson_kernel(const command *self, int argc, char **argv) {
 
 static const char kernel_notes[] =
     "Counts the memory accesses of the kernels in llm.cu, on the emulated device (no GPU\n"
-    "needed). With --no-fused or --plain-kernels it counts those of simpler kernels.\n"
+    "needed), with a kernel for each operation. --plain-kernels: those of simpler kernels.\n"
+    "With --ladder it counts what seven versions of a 4-bit product do; a GPU times them.\n"
     "\n"
     "Examples:\n"
     "  llm lesson kernel\n"
-    "  llm lesson kernel --kernel matmul_few\n"
-    "  llm lesson kernel --plain-kernels --kernel plain_matmul\n";
+    "  llm lesson kernel --kernel matmul_one\n"
+    "  llm lesson kernel --plain-kernels --kernel plain_matmul\n"
+    "  llm lesson kernel --ladder\n";
 
 const command kernel_lesson = {
-    "lesson kernel", "The memory accesses of a GPU kernel, counted.", "[options]",
+    "lesson kernel", "A GPU kernel's memory accesses; --ladder: 7 versions.", "[options]",
     lesson_kernel, kernel_notes};

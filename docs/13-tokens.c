@@ -144,6 +144,8 @@ static bool tokens_texts(lesson *l, const char *own) {
     const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
     table rows = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Bytes per token", "bytes", "");
+    plot_note(&p, "The vocabulary comes from tales, so it has long tokens for such text. Other "
+                  "text takes more tokens, at worst one for each byte.");
     plot_series_add(&p, "");
     char *path = bundled_path("models/eval.txt");
     text tales = {0};

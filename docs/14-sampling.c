@@ -31,7 +31,8 @@ static double sampling_draws(llm__sampler *s, const llm_sampling *p, const float
                              const float *probabilities, int draws, int32_t *counts) {
     double worst = 0;
     memset(counts, 0, (size_t)s->vocab_size * sizeof *counts);
-    for (int i = 0; i < draws; i++) counts[llm__sample(s, p, logits, NULL, 0, 0, (uint64_t)i)]++;
+    for (int i = 0; i < draws; i++)
+        counts[llm__sample(s, p, logits, (llm__past){0}, 0, (uint64_t)i)]++;
     for (int i = 0; i < s->vocab_size; i++)
         worst = larger(worst, fabs((double)counts[i] / draws - probabilities[i]));
     return worst;
@@ -75,7 +76,7 @@ static bool sampling_show(lesson *l, const float *logits, int n, int draws, cons
         setting.temperature = rows[i].temperature, setting.top_k = rows[i].top_k,
         setting.top_p = rows[i].top_p, setting.min_p = rows[i].min_p;
         setting.seed = 7;
-        llm__distribution(&sampler, &setting, logits, NULL, 0, p);
+        llm__distribution(&sampler, &setting, logits, (llm__past){0}, p);
         double kept = 0, sum = 0, first = 0;
         double distance = sampling_draws(&sampler, &setting, logits, p, draws, counts);
         for (int k = 0; k < n; k++) kept += p[k] > 0, sum += p[k], first = larger(first, p[k]);
@@ -89,6 +90,8 @@ static bool sampling_show(lesson *l, const float *logits, int n, int draws, cons
     qsort(order, (size_t)n, sizeof *order, sampling_likelier);
     plot p = plot_new(PLOT_LINES, "Probability by rank: temperature bends the curve", "rank",
                       "probability");
+    plot_note(&p, "A low temperature gives nearly all probability to the first few tokens, a "
+                  "high one moves it to the many unlikely ones.");
     p.log_x = p.log_y = true;
     int lines[3] = {plot_series_add(&p, "T 0.5"), plot_series_add(&p, "T 1"),
                     plot_series_add(&p, "T 1.5")};
@@ -105,6 +108,8 @@ static bool sampling_show(lesson *l, const float *logits, int n, int draws, cons
             if (at[(size_t)(k + 1) * (size_t)n] > 1e-7f)
                 plot_point(&p, lines[k], i + 1, at[(size_t)(k + 1) * (size_t)n]);
     }
+    for (int k = 0; k < 3; k++)
+        if (lines[k] >= 0) p.series[lines[k]].named_at = p.series[lines[k]].n / 2;
     say(l,
         "After \"%s\": the likeliest of %d tokens, with their probabilities at three temperatures "
         "and with top-p, and their shares of %d draws at T 1.\n\n",

@@ -349,6 +349,9 @@ static bool cpu_show(lesson *l, const cpu_matrix *m, int milliseconds) {
         .rows = new_table(columns, COUNT(columns)), .same_by_row = true, .same_threads = true};
     shown.bars = plot_new(PLOT_BARS, "One product, rung by rung",
                           "billions of operations a second, logarithmic", "");
+    plot_note(&shown.bars, "With one row of x, reading the weights is the limit from the second "
+                           "rung on. With many rows, arithmetic is the limit, and each better "
+                           "instruction helps.");
     shown.bars.log_x = true;
     for (int k = 0; k < CPU_SIZES; k++) {
         char name[48];
@@ -419,7 +422,7 @@ static const char cpu_notes[] =
     "Examples:\n"
     "  llm lesson cpu\n"
     "  llm lesson cpu --isa avx2 --type q8_0\n"
-    "  llm lesson cpu --png cpu.png\n";
+    "  llm lesson cpu --svg cpu.svg\n";
 
 const command cpu_lesson = {
     "lesson cpu", "One matrix product on a CPU, from the plain loop to tiles.", "[options]",

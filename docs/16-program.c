@@ -100,7 +100,9 @@ static void program_show_costs(program_timing *x) {
     unsigned drawn = 0; /* bit k: an operation of kind k is in the plot */
     plot p = plot_new(PLOT_LINES, "", "operations for each byte", "operations a second");
     snprintf(p.title, sizeof p.title, "Operations, from 1 token (left or below) to %d", x->many);
-    p.log_x = p.log_y = p.named_dots = true;
+    plot_note(&p, "More tokens move products and attention to the right, where arithmetic is "
+                  "the limit. Small operations stay on the slope, where bytes are the limit.");
+    p.log_x = p.log_y = true;
     const double roof[] = {0.11, bend, 256};
     for (int i = 0, s = plot_series_add(&p, "roof"); i < COUNT(roof); i++)
         plot_point(&p, s, roof[i], fmin(x->peak, roof[i] * x->bandwidth));
@@ -252,7 +254,7 @@ static const char program_notes[] =
     "Examples:\n"
     "  llm lesson program\n"
     "  llm lesson program -t 1 --tokens 64\n"
-    "  llm lesson program --png program.png\n";
+    "  llm lesson program --svg program.svg\n";
 
 const command program_lesson = {
     "lesson program", "A model as a list of operations: their limits, and fusions.", "[options]",

@@ -1,4 +1,4 @@
-/* batch.c - llm batch: continue many prompts, from a file of JSON lines into another one
+/* batch.c - llm batch: continue many prompts, from one file of JSON lines to another
  *
  * Lines are read as the engine has room for them. Their results are written in the same order, each
  * as one whole line. So the output always holds the results of the first lines, perhaps followed by
@@ -194,6 +194,7 @@ static bool read_line(const batch *b, batch_line *l, const char *data, size_t le
         {0, "n", NULL, WHOLE, &r->n_samples, 1, 4096, ""},
         {0, "priority", NULL, WHOLE, &r->priority, -1000000, 1000000, ""},
         {0, "speculate", NULL, DEPTH, &r->speculate, 0, MOST_PROPOSALS, ""},
+        {0, "branches", NULL, WHOLE, &r->branches, 1, LLM_MOST_BRANCHES, ""},
         {0, "lookup", NULL, FLAG, &r->lookup, 0, 0, ""},
         {0, "ignore_end", NULL, FLAG, &r->ignore_end, 0, 0, ""},
     };
@@ -643,7 +644,7 @@ static const char batch_notes[] =
     "input line and the options), id, samples (text, tokens, logprobs, and finish_reason: end,\n"
     "length or stop), prompt_tokens, seed, ttft_seconds and seconds. The result of a bad line has\n"
     "line, hash and error instead; the error also goes to standard error, the other lines are\n"
-    "computed all the same, and the exit status is 1.\n"
+    "computed anyway, and the exit status is 1.\n"
     "\n"
     "If the output already has results, of a run that was stopped, the batch continues\n"
     "after them. It refuses to if their input lines or the options have changed.\n"
@@ -654,6 +655,6 @@ static const char batch_notes[] =
     "  llm batch -f prompts.jsonl -o results.jsonl --trace trace.json   (for ui.perfetto.dev)\n"
     "  echo '{\"prompt\": \"The wolf\", \"n\": 3, \"stop\": \".\"}' | llm batch -f -\n";
 
-const command batch_command = {"batch", "Continue many prompts at once, from a file into a file.",
+const command batch_command = {"batch", "Continue many prompts at once, from one file to another.",
                                "-f PROMPTS.jsonl [-o RESULTS.jsonl] [-m FILE] [options]",
                                command_batch, batch_notes};

@@ -32,6 +32,8 @@ typedef struct chat {
     int n_messages;
     text answer;
     bool broken; /* the answer ended with an error */
+    bool thinks;   /* the template opens a thought: answers begin inside it */
+    char stop_text[64];
     int turn;
 } chat;
 
@@ -90,9 +92,25 @@ static bool chat_prompt(chat *c, int32_t **ids) {
     return true;
 }
 
+/* Where the last of these words ends in a text; 0: it has none. */
+static size_t last_word(const char *data, size_t length, const char *word) {
+    size_t n = strlen(word);
+    while (length >= n && memcmp(data + length - n, word, n)) length--;
+    return length >= n ? length : 0;
+}
+
+/* Whether the answer is inside a thought now, which is printed dimmed. */
+static bool chat_thinks(const chat *c) {
+    size_t begun = last_word(c->answer.data, c->answer.length, "<think>"),
+           ended = last_word(c->answer.data, c->answer.length, "</think>");
+    return begun > ended || (c->thinks && !ended);
+}
+
 static void chat_take(chat *c, const llm_event *event) {
+    bool dimmed = chat_thinks(c);
     append(&c->answer, event->text, event->text_length);
-    put_foreign(event->text, event->text_length);
+    if (dimmed || chat_thinks(c)) put_coloured(dim, event->text, event->text_length);
+    else put_foreign(event->text, event->text_length);
     flush_output();
     if (event->finish == LLM_FINISH_LENGTH && !c->quiet) put_text(" ...");
     if (event->error) c->broken = !!fail("%s", event->error);
@@ -307,22 +325,28 @@ static bool chat_talk(chat *c) {
 
 static int chat_model(chat *c) {
     const llm_tokenizer *t = llm_model_tokenizer(c->loaded);
-    const char *name = c->options.template_name ? c->options.template_name : llm_chat_template(t),
-               *stop;
+    const char *name = c->options.template_name ? c->options.template_name : "the model's own";
+    llm_string source = llm_chat_template_source(t, &c->options);
     int longest = llm_model_config(c->loaded)->context_length;
     llm_error err;
     chat_reset(c);
     chat_add(c, LLM_ROLE_USER, "?", 1); /* can the template format such a conversation? */
-    if (llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err) < 0)
-        return fail("%s%s", err.message, name ? "" : " (--template NAME)");
+    int64_t n = llm_chat_render(t, &c->options, c->messages, c->n_messages, NULL, 0, &err);
+    if (n < 0)
+        return fail("%s%s", err.message, source.length ? "" : " (--template NAME)");
+    char *probe = resize(NULL, (size_t)n);
+    llm_chat_render(t, &c->options, c->messages, c->n_messages, probe, (size_t)n, &err);
+    while (n && (probe[n - 1] == '\n' || probe[n - 1] == ' ')) n--;
+    c->thinks = n && last_word(probe, (size_t)n, "<think>") == (size_t)n;
+    free(probe);
     chat_reset(c);
-    if (c->options.no_thinking && strcmp(name, "qwen3"))
-        return fail("--no-thinking is for the chat template qwen3; this model's, %s, has no form "
-                    "for it: leave it out",
+    if (c->options.no_thinking && !last_word(source.data, source.length, "enable_thinking"))
+        return fail("--no-thinking is for chat templates that know enable_thinking; this one, %s, "
+                    "has no form for it: leave it out",
                     name);
-    if ((stop = llm_chat_stop(t, &c->options)) != NULL) {
+    if (llm_chat_stop(t, &c->options, c->stop_text, sizeof c->stop_text)) {
         c->stop.items = resize(c->stop.items, (size_t)(c->stop.count + 1) * sizeof *c->stop.items);
-        c->stop.items[c->stop.count++] = stop;
+        c->stop.items[c->stop.count++] = c->stop_text;
     }
     c->request.stop = c->stop.items;
     c->request.n_stop = c->stop.count;
@@ -354,12 +378,12 @@ static int command_chat(const command *self, int argc, char **argv) {
          "chat template (default: the one in the file; 'help' lists all)"},
         {0, "system", "TEXT", TEXT, &c.system, 0, 0, "begin with this system message"},
         {0, "no-thinking", NULL, FLAG, &c.options.no_thinking, 0, 0,
-         "answer without thinking first (qwen3)"},
+         "answer without thinking first, if the template knows this"},
         {'n', "tokens", "N", WHOLE, &c.request.max_tokens, -1, INT_MAX,
          "at most N tokens in an answer (default -1: to the end of the context)"},
         SAMPLING_OPTIONS(*s, "-"),
         {'s', "seed", "N", SEED, &c.seed, 0, 0,
-         "seed of the random numbers (default: another one each time)"},
+         "seed of the random numbers (default: a new one each time)"},
         STOP_OPTION(c.stop),
         THREADS_OPTION(c.engine.n_threads),
         {'c', "context", "N", WHOLE, &c.engine.context_length, 1, INT_MAX,
@@ -398,8 +422,8 @@ static const char chat_notes[] =
     "figures to standard error. Lines that begin with / are commands: /reset, /system TEXT,\n"
     "/save FILE, /help, /quit. In a pipe there is no prompt.\n"
     "\n"
-    "The special tokens around the messages come from the model's chat template; if that is not\n"
-    "a known one, name one with --template. Nothing in a message can stand for a special token.\n"
+    "The special tokens around the messages come from the model's chat template; if it has none,\n"
+    "name one with --template. Nothing in a message can stand for a special token.\n"
     "Earlier messages are in the cache and are not computed again.\n"
     "\n"
     "Examples:\n"

@@ -248,6 +248,18 @@ line_state next_line(line_reader *r, bool may_wait, const char **line, size_t *l
     }
 }
 
+bool temporary_file(char *name, size_t size) {
+    const char *folder = getenv("TMPDIR");
+    if (!folder || !*folder) folder = "/tmp";
+    snprintf(name, size, "%s/llm-XXXXXX", folder);
+    int descriptor = mkstemp(name);
+    if (descriptor < 0)
+        return !fail("cannot create a file in %s: %s (set TMPDIR to another folder)", folder,
+                     strerror(errno));
+    close(descriptor);
+    return true;
+}
+
 /* The writer renames a new file to `out`, so `out` must be a plain file. */
 bool may_write(const char *out, const char *in) {
     struct stat a, b;
@@ -638,12 +650,16 @@ int check_speculation(const command *self, const speculation *s) {
     if (s->depth != NO_DEPTH && s->depth != 0 && !s->path && !s->lookup)
         return misuse(self,
                       "--speculate needs something to propose tokens: --draft FILE, or --lookup");
+    if (s->branches > 1 && !s->path && !s->lookup)
+        return misuse(self, "--branches needs something to propose tokens: --draft FILE, or "
+                            "--lookup");
     return PARSED;
 }
 
 void apply_speculation(const speculation *s, llm_engine_options *engine, llm_request *request) {
     bool wanted = s->path || s->lookup;
     request->lookup = s->lookup;
+    request->branches = s->branches;
     request->speculate = s->depth != NO_DEPTH ? s->depth : wanted ? LLM_SPECULATE_AUTO : 0;
     if (s->depth > engine->max_speculation) engine->max_speculation = s->depth;
 }
@@ -666,6 +682,11 @@ llm_backend *open_device(const llm_engine_options *options, llm_error *err) {
     llm_backend *device = llm_backend_open(names[chosen.device], &o, &chosen.gpu, err);
     if (device && err->message[0] && !chosen.quiet)
         fprintf(stderr, "%s; using the CPU\n", err->message);
+    llm_device_state state = {0};
+    if (device && device->state) device->state(device->context, &state);
+    if (state.distrusted && !chosen.quiet)
+        fprintf(stderr, "[%s: wrong results, so other kernels are used: %s]\n", state.name,
+                state.distrusted);
     return device;
 }
 
@@ -817,7 +838,7 @@ void take_event(sample *s, const llm_event *event) {
 /* Measure it with a buffer that is larger than the caches. */
 double measure_bandwidth(int threads) {
     enum { PARTS = 64, WORDS = (256 << 20) / 8 / PARTS }; /* 4 MiB each, shared by the threads */
-    enum { RUNS = 8, RUN = WORDS / RUNS }; /* read together: one run alone waits for its pages */
+    enum { RUNS = 8, RUN = WORDS / RUNS }; /* read in turn: a single stream is slower */
     uint64_t *buffer = malloc((size_t)PARTS * WORDS * sizeof *buffer);
     if (!buffer) return 0;
     double best = 0, start = 0;

@@ -113,6 +113,7 @@ typedef enum line_state { LINE, NOT_YET, NO_MORE } line_state;
  * arrived, and may_wait is false. */
 line_state next_line(line_reader *r, bool may_wait, const char **line, size_t *length);
 
+bool temporary_file(char *name, size_t size); /* create an empty file in TMPDIR, or in /tmp */
 /* False if `out` is not a plain file, or is the file `in` (NULL: none). */
 bool may_write(const char *out, const char *in);
 /* The path of a bundled file, or of the model to use (given NULL: the bundled one). Free it. */
@@ -203,7 +204,7 @@ void consider(suggestion *s, const char *name);
     {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, \
      "where to compute (default auto: an NVIDIA GPU if there is one, or the CPU)"}, \
     {0, "isa", ISAS, CHOICE, &chosen.isa, 0, 0, \
-     "CPU: the best instruction set to use (default amx: any that it has)"}, \
+     "CPU: the best instruction set to use (default amx: the best that it has)"}, \
     {0, "no-packed-weights", NULL, OFF, &chosen.pack_weights, 0, 0, \
      "CPU: keep no second copy of the weights in the kernels' order (slower)"}, \
     {0, "no-fusion", FUSIONS, OMIT, &chosen.fusions, 0, 0, \
@@ -216,11 +217,13 @@ void consider(suggestion *s, const char *name);
     {0, "no-split-attention", NULL, OFF, &chosen.gpu.split_attention, 0, 0, \
      "GPU: one thread block for each sequence, however long it is"}, \
     {0, "overlap", NULL, FLAG, &chosen.gpu.overlap, 0, 0, \
-     "GPU: let a kernel begin before the last one has ended (Hopper; not measured yet)"}, \
+     "GPU: let a kernel begin before the previous one has ended (Hopper; not measured yet)"}, \
     {0, "plain-kernels", NULL, FLAG, &chosen.gpu.plain, 0, 0, \
      "GPU: plain kernels, for comparison"}, \
     {0, "deterministic", NULL, FLAG, &chosen.gpu.deterministic, 0, 0, \
      "GPU: the same bits whatever else is in the batch"}, \
+    {0, "trust-gpu", NULL, FLAG, &chosen.gpu.trust, 0, 0, \
+     "GPU: do not compare its fast kernels with plain ones first"}, \
     {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "GPU: choose tokens on the CPU"}
 /* An option of every command that creates an engine. */
 #define THREADS_OPTION(value) \
@@ -249,7 +252,9 @@ void consider(suggestion *s, const char *name);
     {'d', "draft", "FILE", TEXT, &(s).path, 0, 0, \
      "a small model with the same vocabulary, which proposes tokens"}, \
     {0, "speculate", "K|auto", DEPTH, &(s).depth, 0, MOST_PROPOSALS, \
-     "tokens to propose in each step (default: as many as pay)"}, \
+     "tokens to propose in each step (default: as many as pay off)"}, \
+    {0, "branches", "N", WHOLE, &(s).branches, 1, LLM_MOST_BRANCHES, \
+     "propose up to N tokens for the same position: a tree (default 1)"}, \
     {0, "lookup", NULL, FLAG, &(s).lookup, 0, 0, \
      "propose what followed the same words before; needs no draft"}
 #define NAIVE_OPTION(e) \
@@ -340,6 +345,7 @@ enum { NO_DEPTH = -2, MOST_PROPOSALS = 64 };
 typedef struct speculation {
     const char *path; /* path of the draft model; NULL: none */
     int depth;        /* NO_DEPTH: not given */
+    int branches;     /* llm_request.branches */
     bool lookup;
 } speculation;
 
@@ -383,5 +389,6 @@ double processor_cache(void);           /* bytes of the largest cache; 0: unknow
 /* ---- The commands that are not in main.c ------------------------------------------------- */
 extern const command perplexity_command, quantize_command, synth_command; /* models/ */
 extern const command bench_command;                                       /* tests/bench.c */
-extern const command batch_command, chat_command, lesson_command, ladder_command; /* docs/ */
+extern const command batch_command, chat_command, serve_command;          /* docs/ */
+extern const command lesson_command, ladder_command;                      /* docs/ */
 #endif

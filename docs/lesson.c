@@ -26,7 +26,9 @@ int lesson_begin(lesson *l, const command *self, const option *options, int n, i
     chosen.quiet = true;
     int status = parse(self, options, n, &argc, argv, 0);
     if (status != PARSED) return status;
+    if (l->svg && (!may_write(l->svg, NULL) || !can_create(l->svg))) return FAILED;
     if (l->png && (!may_write(l->png, NULL) || !can_create(l->png))) return FAILED;
+    if (l->html && (!may_write(l->html, NULL) || !can_create(l->html))) return FAILED;
     if (!(l->path = l->model || !model ? model_path(l->model) : bundled_path(model))) return FAILED;
     if (!(l->loaded = llm_model_load(l->path, &err))) return free(l->path), fail_with(&err);
     if (l->json) {
@@ -52,11 +54,24 @@ bool fits_context(const lesson *l, int prompt, int generated) {
                  prompt, generated, context);
 }
 
+static bool lesson_picture(const lesson *l, const char *path) {
+    scene s = plot_scene(l->plots, l->n_plots);
+    bool good = path == l->svg ? scene_svg(path, &s, l->self->summary) : scene_png(path, &s);
+    scene_free(&s);
+    if (!good) return !fail("cannot write %s", path);
+    if (!l->json) put("The picture is in %s\n", path);
+    return true;
+}
+
 int lesson_end(lesson *l, bool good) {
     if (l->json) put_text("}\n");
-    if (good && l->png && !plot_png(l->png, l->plots, l->n_plots))
-        good = !fail("cannot write %s", l->png);
-    else if (good && l->png && !l->json) put("The picture is in %s\n", l->png);
+    if (good && l->svg) good = lesson_picture(l, l->svg);
+    if (good && l->png) good = lesson_picture(l, l->png);
+    if (good && l->html && !scene_html(l->html, l->frames, l->n_frames, l->self->summary))
+        good = !fail("cannot write %s", l->html);
+    else if (good && l->html && !l->json) put("The animation is in %s\n", l->html);
+    for (int i = 0; i < l->n_frames; i++) scene_free(&l->frames[i]);
+    free(l->frames);
     for (int i = 0; i < l->n_plots; i++) plot_free(&l->plots[i]);
     free(l->plots);
     llm_model_free(l->loaded);
@@ -157,6 +172,20 @@ void show_table(const lesson *l, table *t, const char *name) {
 void keep_plot(lesson *l, plot p) {
     l->plots = resize(l->plots, (size_t)(l->n_plots + 1) * sizeof *l->plots);
     l->plots[l->n_plots++] = p;
+}
+
+scene *new_frame(lesson *l, double height, const char *format, ...) {
+    char title[128];
+    if (!l->html) return NULL;
+    l->frames = resize(l->frames, (size_t)(l->n_frames + 1) * sizeof *l->frames);
+    scene *s = &l->frames[l->n_frames++];
+    *s = (scene){.height = height};
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(title, sizeof title, format, arguments);
+    va_end(arguments);
+    scene_text(s, SCENE_INK, 18, 28, 38, 0, true, title);
+    return s;
 }
 
 void show_plot(lesson *l, plot *p) {

@@ -1,7 +1,7 @@
 /* lesson.h - functions that the lessons share.
  *
  * A lesson is a command: it parses its options, computes and shows its results. Results go through
- * four calls, so that the same code serves the terminal, --json and --png:
+ * four calls, so that the same code serves the terminal, --json, --svg and --png:
  *
  *     say        a sentence                             (not in JSON)
  *     fact       one number under a name                (only in JSON)
@@ -16,19 +16,26 @@
 
 typedef struct lesson {
     const command *self;
-    const char *model, *png;   /* values of the options */
+    const char *model, *svg, *png, *html; /* values of the options */
     bool json;
     llm_engine_options engine; /* n_threads is set by --threads */
     char *path;
     llm_model *loaded;
     plot *plots;               /* (n_plots) shown so far */
-    int n_plots;
+    scene *frames;             /* (n_frames) of the animation */
+    int n_plots, n_frames;
 } lesson;
 
 #define LESSON_OPTIONS(l) \
     MODEL_OPTION((l).model), THREADS_OPTION((l).engine.n_threads), \
+    {0, "svg", "FILE", TEXT, &(l).svg, 0, 0, \
+     "write the plots to an SVG file, light or dark as its reader's system"}, \
     {0, "png", "FILE", TEXT, &(l).png, 0, 0, \
      "write the plots to a PNG file"}, JSON_OPTION((l).json)
+
+#define HTML_OPTION(l) \
+    {0, "html", "FILE", TEXT, &(l).html, 0, 0, \
+     "write an animation, step by step, as a web page"}
 
 /* ---- Output and work common to all lessons ----------------------------------------------- */
 
@@ -61,7 +68,7 @@ typedef struct task { /* a request and its output */
  * one). Returns PARSED, or the exit status. */
 int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc,
                  char **argv, const char *model);
-/* Write the PNG file and free everything. good: the lesson succeeded. Returns an exit status. */
+/* Write the pictures and free everything. good: the lesson succeeded. Returns an exit status. */
 int lesson_end(lesson *l, bool good);
 
 PRINTF(2, 3) void say(const lesson *l, const char *format, ...);
@@ -71,9 +78,11 @@ table new_table(const column *columns, int n);
  * as an empty cell. */
 void add_row(table *t, ...);
 void show_table(const lesson *l, table *t, const char *name); /* frees the table */
-/* Print a plot as text and keep it for the PNG file; keep_plot: only keep it. */
+/* Print a plot as text and keep it for the picture; keep_plot: only keep it. */
 void show_plot(lesson *l, plot *p);
 void keep_plot(lesson *l, plot p);
+/* Begin a frame of the animation, with its title; NULL: none is wanted (no --html). */
+PRINTF(3, 4) scene *new_frame(lesson *l, double height, const char *format, ...);
 
 /* Returns `given` or, if that is -1 (option not given), `wanted` limited to least .. most. */
 int given_or(int given, int wanted, int least, int most);
@@ -113,6 +122,10 @@ bool kv_without(llm_engine *engine, const int32_t *prompt, int n_prompt, int n, 
 /* 05: measure bits per byte and perplexity on the first whole documents of the bundled text. */
 bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits,
                        double *perplexity_);
+/* 05: the same on an engine that perplexity_engine made. */
+llm_engine *perplexity_engine(const lesson *l, const llm_model *model);
+bool measure_perplexity(const llm_model *model, llm_engine *engine, int bytes_of_text, double *bits,
+                        double *perplexity_);
 /* 05: convert the model to another type, and load it from a temporary file. */
 llm_model *quantized_model(const char *path, llm_type type);
 
@@ -130,9 +143,13 @@ typedef struct roofline { /* 02: the limits of a device, for this model */
 } roofline;
 bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof);
 
+/* 17: one product in seven versions, counted and timed; rows or columns 0: the default. */
+bool product_ladder(lesson *l, int rows, int columns);
+
 /* ---- The lessons ------------------------------------------------------------------------- */
 
 extern const command memory_lesson, roofline_lesson, program_lesson, kv_lesson, attention_lesson,
     int4_lesson, prefill_lesson, batching_lesson, paged_lesson, prefix_lesson, speculation_lesson,
-    kernel_lesson, tokens_lesson, sampling_lesson, cpu_lesson;
+    kernel_lesson, step_lesson, tokens_lesson, sampling_lesson, cpu_lesson, serving_lesson,
+    block_lesson, weights_lesson;
 #endif

@@ -2,9 +2,10 @@
 #include "lesson.h"
 
 static const command *const lessons[] = {
-    &memory_lesson, &roofline_lesson, &program_lesson, &kv_lesson, &attention_lesson,
-    &int4_lesson, &prefill_lesson, &batching_lesson, &paged_lesson, &prefix_lesson,
-    &speculation_lesson, &kernel_lesson, &tokens_lesson, &sampling_lesson, &cpu_lesson,
+    &memory_lesson, &roofline_lesson, &program_lesson, &block_lesson, &kv_lesson,
+    &attention_lesson, &weights_lesson, &int4_lesson, &prefill_lesson, &batching_lesson,
+    &paged_lesson, &prefix_lesson, &speculation_lesson, &kernel_lesson, &step_lesson,
+    &tokens_lesson, &sampling_lesson, &cpu_lesson, &serving_lesson,
 };
 
 static void show_lessons(void) {
@@ -12,8 +13,9 @@ static void show_lessons(void) {
     for (int i = 0; i < COUNT(lessons); i++)
         put("  llm %-19s %s\n", lessons[i]->name, lessons[i]->summary);
     put_text("  llm ladder              Everything in one table, one switch at a time.\n");
-    put_text("\nEach lesson computes its numbers live. --png FILE writes the plots, --json\n"
-             "prints the data, -m FILE chooses another model, and --help lists all options.\n");
+    put_text("\nEach lesson computes its numbers live. --svg FILE and --png FILE write the\n"
+             "plots, --json prints the data, -m FILE chooses another model, and --help lists\n"
+             "all options.\n");
 }
 
 static int command_lesson(const command *self, int argc, char **argv) {
@@ -38,7 +40,7 @@ static const char lesson_notes[] =
     "\n"
     "Examples:\n"
     "  llm lesson\n"
-    "  llm lesson kv --png kv.png\n";
+    "  llm lesson kv --svg kv.svg\n";
 
 const command lesson_command = {
     "lesson", "Teach one idea with live figures. Without a name: list them.",

@@ -2,11 +2,12 @@
 # docs/make.sh MODE [PAGE]: updates what the pages (or one page, such as 15-cpu) quote. Run it in
 # the repository's root.
 #
-#   quotes    copy the code after each <!-- quote FILE NAME --> from FILE
+#   quotes    copy the code after each <!-- quote FILE NAME --> from FILE, and renew the web pages
+#             (html.sh)
 #   all       also renew the output after each <!-- run ... --> with ./llm, and the pictures
 #   check     change nothing; fail if a quote differs from FILE, if a page (or another text of the
-#             repository) names a command, option or symbol that does not exist, or if a link is
-#             dead
+#             repository) names a command, option or symbol that does not exist, if a link is
+#             dead, or if a web page is out of date
 set -u
 mode=${1:-check}
 pages=${2:-[0-9]*}
@@ -73,15 +74,19 @@ if [ "$mode" = extract ]; then extract "$2" "$3"; exit; fi
 if [ "$mode" = all ]; then
     for lesson in docs/$pages.c; do
         what=$(basename "$lesson" .c)
-        case $what in *ladder) command=ladder ;; *) command="lesson ${what#*-}" ;; esac
+        case $what in
+        11-ladder) command=ladder ;;
+        17-product) command='lesson kernel --ladder' ;;
+        *) command="lesson ${what#*-}" ;;
+        esac
         # shellcheck disable=SC2086
-        $llm $command --png "docs/$what.png" >"$work/out" 2>/dev/null || wrong=$((wrong + 1))
+        $llm $command --svg "docs/$what.svg" >"$work/out" 2>/dev/null || wrong=$((wrong + 1))
         # the page shows the output of the run that made the picture
         grep -v '^The picture is in ' "$work/out" >"$work/llm $command"
     done
 fi
 all="docs/$pages.md docs/README.md"
-[ "$mode" = check ] && [ $# -lt 2 ] && all='docs/*.md README.md models/README.md'
+[ "$mode" = check ] && [ $# -lt 2 ] && all='docs/*.md docs/talk/*.md README.md models/README.md'
 for page in $all; do
     fill "$page" >"$work/page"
     if [ "$mode" = check ]; then
@@ -99,7 +104,7 @@ for page in $all; do
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # links to files, relative to the page's folder, except in code
-    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' |
+    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/\( "[a-z]*"\)*)$//' |
         grep -v '^https\?:' | sort -u | while read -r link; do
         [ -e "$(dirname "$page")/$link" ] || echo "$page: the link to $link is dead"
     done >"$work/log"
@@ -131,6 +136,7 @@ for page in $all; do
     {
         grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //'
         sed -n 's/  *#.*//; s/^    \(\$ \)*\(\.\/\)*llm \([a-z].*\)/llm \3/p' "$page"
+        sed -n 's/^\.\/llm \([a-z].*\)/llm \1/p' "$page"
     } | sort -u | while read -r line; do
         # shellcheck disable=SC2086
         set -- $line
@@ -149,4 +155,11 @@ for page in $all; do
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
 done
+has_converter() { command -v cmark-gfm >/dev/null; }
+# Without the converter, check skips the web pages; quotes and all say what to install.
+case $mode$# in
+check1 | check0) ! has_converter || sh docs/html.sh check || wrong=$((wrong + 1)) ;;
+check2) ;;
+*) sh docs/html.sh write || { [ "$mode" = quotes ] && ! has_converter; } || wrong=$((wrong + 1)) ;;
+esac
 [ "$wrong" -eq 0 ]

@@ -2,26 +2,10 @@
 #include "plot.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if defined(__GNUC__) /* third-party code */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
-#pragma GCC diagnostic ignored "-Wsign-compare"
-#pragma GCC diagnostic ignored "-Wunused-but-set-variable"
-#pragma GCC diagnostic ignored "-Wunused-parameter"
-#pragma GCC diagnostic ignored "-Wmissing-braces"
-#endif
-#define STB_IMAGE_WRITE_STATIC
-#define STB_IMAGE_WRITE_IMPLEMENTATION
-#include "stb/stb_easy_font.h"
-#include "stb/stb_image_write.h"
-#if defined(__GNUC__)
-#pragma GCC diagnostic pop
-#endif
 
 double larger(double a, double b) { return a > b ? a : b; }
 
@@ -33,6 +17,13 @@ plot plot_new(plot_kind kind, const char *title, const char *x_label, const char
     snprintf(p.x_label, sizeof p.x_label, "%s", x_label);
     snprintf(p.y_label, sizeof p.y_label, "%s", y_label);
     return p;
+}
+
+void plot_note(plot *p, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(p->note, sizeof p->note, format, arguments);
+    va_end(arguments);
 }
 
 void plot_free(plot *p) {
@@ -64,6 +55,7 @@ int plot_series_add(plot *p, const char *name) {
     snprintf(s->name, sizeof s->name, "%s", name);
     s->mark = marks[p->n_series % 22];
     s->colour = p->n_series % PLOT_COLOURS;
+    s->named_at = -1;
     return p->n_series++;
 }
 
@@ -191,7 +183,7 @@ static plot_axis plot_axis_over(const plot *p, bool vertical) {
             high = larger(high, v);
         }
     if (!(low <= high)) low = 0, high = 1;
-    if (p->named_dots && vertical && !logarithmic)
+    if (vertical && !logarithmic && p->n_series && p->series[0].dots)
         low -= 0.05 * (high - low); /* keep names off the axis */
     return plot_axis_of(low, high, logarithmic);
 }
@@ -253,10 +245,12 @@ static const char *const plot_shades[] = {"█", "▒", "░", "▓", "▚", "�
 /* Print the legend of marks or shades, wrapped to the width. */
 static void plot_text_legend(const plot *p, const plot_out *o, int width) {
     int at = 2;
+    bool any = false;
     if (p->n_series < 2 && p->kind != PLOT_MAP) return;
     for (int s = 0; s < p->n_series; s++) {
         int n = (int)strlen(p->series[s].name) + 5;
         if (!p->series[s].name[0]) continue;
+        any = true;
         bool wrap = at > 2 && at + n > width;
         plot_say(o, wrap ? "\n  " : at > 2 ? "   " : "  ");
         if (wrap) at = 2;
@@ -268,7 +262,7 @@ static void plot_text_legend(const plot *p, const plot_out *o, int width) {
         plot_say(o, p->series[s].name);
         at += n;
     }
-    plot_say(o, p->series[0].name[0] ? "\n" : "");
+    plot_say(o, any ? "\n" : "");
 }
 
 static void plot_text_x_axis(const plot *p, const plot_out *o, const plot_axis *x, int left,
@@ -433,352 +427,320 @@ void plot_text(const plot *p, plot_sink sink, int width, bool colour) {
     else plot_text_map(p, &o, width);
 }
 
-/* ---- As a picture ---------------------------------------------------------------------------
- * Drawn at twice the size and halved at the end, which smooths the edges. All lengths are in
- * pixels of the result. */
-typedef struct plot_rgb { uint8_t r, g, b; } plot_rgb;
+/* ---- As a picture ------------------------------------------------------------------------ */
 
-/* Navy, orange, blue, brick, pale blue, grey, purple, light grey. In grey they are 12, 63, 41,
- * 29, 84, 52, 21 and 73 % of white: all different, with large steps between neighbours. */
-static const plot_rgb plot_palette[] = {{0x0e, 0x1e, 0x60}, {0xe6, 0x9f, 0x00}, {0x22, 0x7d, 0xb4},
-                                        {0x9c, 0x2f, 0x00}, {0xb4, 0xe0, 0xf6}, {0x85, 0x85, 0x85},
-                                        {0x5c, 0x18, 0x6e}, {0xbb, 0xbb, 0xbb}};
-static const plot_rgb plot_ink = {0x22, 0x22, 0x22}, plot_faint = {0xdd, 0xdd, 0xdd},
-                      plot_white = {0xff, 0xff, 0xff};
+enum { PLOT_MARGIN = 28, PLOT_LETTER = 14, PLOT_LINE = 20, PLOT_BAR = 17 };
+typedef struct plot_box { double left, top, right, bottom; } plot_box;
 
-/* The colour of letters on a background: white on a dark one. */
-static plot_rgb plot_ink_on(int colour) {
-    plot_rgb c = plot_palette[colour % PLOT_COLOURS];
-    return 299 * c.r + 587 * c.g + 114 * c.b < 115000 ? plot_white : plot_ink;
+static double plot_width_of(const char *text) {
+    return scene_text_width(text, PLOT_LETTER, false);
 }
 
-enum { PLOT_WIDTH = 940, PLOT_SCALE = 2 };
-
-typedef struct plot_canvas {
-    int width, height; /* in drawn pixels, two per pixel of the result */
-    uint8_t *pixels;   /* (height, width, 3) */
-} plot_canvas;
-
-static void plot_fill(plot_canvas *c, double x0, double y0, double x1, double y1, plot_rgb colour) {
-    int left = (int)(x0 * PLOT_SCALE + 0.5), top = (int)(y0 * PLOT_SCALE + 0.5);
-    int right = (int)(x1 * PLOT_SCALE + 0.5), bottom = (int)(y1 * PLOT_SCALE + 0.5);
-    for (int y = top < 0 ? 0 : top; y < bottom && y < c->height; y++)
-        for (int x = left < 0 ? 0 : left; x < right && x < c->width; x++)
-            memcpy(c->pixels + ((size_t)y * (size_t)c->width + (size_t)x) * 3, &colour, 3);
+static void plot_words(scene *s, int colour, double x, double y, double align, const char *text) {
+    scene_text(s, colour, PLOT_LETTER, x, y, align, false, text);
 }
 
-/* The dot of a series. shape 0 to 4: circle, square, diamond, x, +. */
-static void plot_dot(plot_canvas *c, double x, double y, double size, int shape, plot_rgb colour) {
-    for (double dy = -size; dy <= size; dy += 0.5)
-        for (double dx = -size; dx <= size; dx += 0.5) {
-            double a = fabs(dx), b = fabs(dy);
-            bool inside = shape == 0   ? a * a + b * b <= size * size
-                          : shape == 1 ? true
-                          : shape == 2 ? a + b <= size * 1.2
-                          : shape == 3 ? fabs(a - b) <= 1.2
-                                       : a <= 1.2 || b <= 1.2;
-            if (inside) plot_fill(c, x + dx, y + dy, x + dx + 0.5, y + dy + 0.5, colour);
+/* Write a sentence in lines that fit. Returns the base line after them. */
+static double plot_paragraph(scene *s, double y, const char *text) {
+    char line[160];
+    while (*text) {
+        int n = 0, end = 0; /* end: after the last word that fits */
+        while (text[n] && n < (int)sizeof line - 1) {
+            n += 1 + (int)strcspn(text + n + 1, " ");
+            snprintf(line, sizeof line, "%.*s", n, text);
+            if (end && plot_width_of(line) > SCENE_WIDTH - 2 * PLOT_MARGIN) break;
+            end = n;
         }
-}
-
-static void plot_line(plot_canvas *c, double x0, double y0, double x1, double y1, double width,
-                      plot_rgb colour) {
-    double length = hypot(x1 - x0, y1 - y0);
-    int steps = (int)(length * PLOT_SCALE) + 1;
-    for (int i = 0; i <= steps; i++) {
-        double t = (double)i / steps, x = x0 + t * (x1 - x0), y = y0 + t * (y1 - y0);
-        plot_fill(c, x - width / 2, y - width / 2, x + width / 2, y + width / 2, colour);
+        snprintf(line, sizeof line, "%.*s", end, text);
+        plot_words(s, SCENE_MUTED, PLOT_MARGIN, y, 0, line);
+        text += end + (text[end] == ' ');
+        y += PLOT_LINE;
     }
+    return y;
 }
 
-/* stb_easy_font has only ASCII: replace other characters by `?`. */
-static void plot_ascii(const char *text, char *out, size_t size) {
-    size_t n = 0;
-    for (; *text && n + 1 < size; text++)
-        if ((*text & 0xC0) != 0x80 || !(*text & 0x80))
-            out[n++] = *text >= ' ' && *text <= '~' ? *text : '?';
-    out[n] = 0;
+/* The dot of a series: circle, square, diamond, x or +; of one with many points, a small circle. */
+static void plot_dot(scene *s, double x, double y, int shape, int colour) {
+    double r = shape < 0 ? 2.5 : 4.5;
+    if (shape <= 0) scene_line(s, colour, 2 * r, x, y, x, y);
+    if (shape == 1) scene_rectangle(s, colour, x - 4, y - 4, x + 4, y + 4);
+    if (shape == 2)
+        scene_polygon(s, colour, (double[]){x, x + 6, x, x - 6}, (double[]){y - 6, y, y + 6, y}, 4);
+    if (shape == 3) scene_line(s, colour, 2.5, x - r, y - r, x + r, y + r);
+    if (shape == 3) scene_line(s, colour, 2.5, x - r, y + r, x + r, y - r);
+    if (shape == 4) scene_line(s, colour, 2.5, x - 6, y, x + 6, y);
+    if (shape == 4) scene_line(s, colour, 2.5, x, y - 6, x, y + 6);
 }
 
-enum { PLOT_LETTER = 2, PLOT_LETTER_HEIGHT = 7 * PLOT_LETTER };
-
-static double plot_width_of(const char *text, double scale) {
-    char ascii[160];
-    plot_ascii(text, ascii, sizeof ascii);
-    return stb_easy_font_width(ascii) * scale;
-}
-
-/* align: x is the left end (0), the centre (0.5) or the right end (1) of the text. */
-static void plot_letters(plot_canvas *c, double x, double y, const char *text, double scale,
-                         double align, bool upright, plot_rgb colour) {
-    static float quads[20000][4][4]; /* x, y, z and the colour: see stb_easy_font.h */
-    char ascii[160];
-    plot_ascii(text, ascii, sizeof ascii);
-    double start = -align * stb_easy_font_width(ascii) * scale;
-    int n = stb_easy_font_print(0, 0, ascii, NULL, quads, (int)sizeof quads);
-    for (int i = 0; i < n; i++) {
-        double x0 = start + quads[i][0][0] * scale, y0 = quads[i][0][1] * scale;
-        double x1 = start + quads[i][2][0] * scale, y1 = quads[i][2][1] * scale;
-        if (upright) plot_fill(c, x + y0, y - x1, x + y1, y - x0, colour); /* bottom to top */
-        else plot_fill(c, x + x0, y + y0, x + x1, y + y1, colour);
+/* Draw the legend of bars or of a map. Returns the base line after it. */
+static double plot_draw_legend(scene *s, const plot *p, double y) {
+    double at = PLOT_MARGIN;
+    bool any = false;
+    for (int i = 0; i < p->n_series && (p->n_series > 1 || p->kind == PLOT_MAP); i++) {
+        const plot_series *one = &p->series[i];
+        double width = plot_width_of(one->name) + 48;
+        if (!one->name[0]) continue;
+        if (any && at + width > SCENE_WIDTH - PLOT_MARGIN) at = PLOT_MARGIN, y += PLOT_LINE + 4;
+        any = true;
+        scene_rectangle(s, one->colour, at, y - 13, at + 17, y + 4);
+        char mark[2] = {one->mark, 0};
+        if (p->kind == PLOT_MAP)
+            scene_text(s, SCENE_ON + one->colour, 12, at + 8.5, y, 0.5, false, mark);
+        plot_words(s, SCENE_INK, at + 24, y, 0, one->name);
+        at += width;
     }
+    return any ? y + PLOT_LINE + 6 : y;
 }
 
-/* The height of the legend; 0: the plot has none. */
-static double plot_legend_height(const plot *p) {
-    double at = 0, lines = 1;
-    if ((p->n_series < 2 && p->kind != PLOT_MAP) || !p->n_series || !p->series[0].name[0] ||
-        p->named_dots)
-        return 0;
+static void plot_draw_x_axis(scene *s, const plot *p, const plot_axis *x, plot_box b) {
+    double end = -1e9;
+    for (int i = 0; i < x->n_ticks; i++) {
+        double at = b.left + plot_place(x, x->ticks[i]) * (b.right - b.left);
+        scene_line(s, SCENE_GRID, 1, at, b.top, at, b.bottom);
+    }
+    for (int i = 0; i < x->n_ticks; i++) {
+        const char *label = PLOT_LABEL(x, x->ticks[i]);
+        double at = b.left + plot_place(x, x->ticks[i]) * (b.right - b.left),
+               half = plot_width_of(label) / 2;
+        if (at - half < end + 10) continue;
+        plot_words(s, SCENE_MUTED, at, b.bottom + PLOT_LINE, 0.5, label);
+        end = at + half;
+    }
+    plot_words(s, SCENE_INK, (b.left + b.right) / 2, b.bottom + 2.1 * PLOT_LINE, 0.5, p->x_label);
+}
+
+static void plot_point_of(const plot_series *one, int i, const plot_axis *x, const plot_axis *y,
+                          plot_box b, double *px, double *py) {
+    *px = b.left + plot_clamp(plot_place(x, one->x[i])) * (b.right - b.left);
+    *py = b.bottom - plot_clamp(plot_place(y, one->y[i])) * (b.bottom - b.top);
+}
+
+/* The point of a series next to which its name is written; -1: it has no name. */
+static int plot_named_point(const plot *p, const plot_series *one) {
+    int i = one->named_at >= 0 && one->named_at < one->n ? one->named_at : one->n - 1;
+    while (i >= 0 && !(isfinite(one->x[i]) && isfinite(one->y[i]))) i--;
+    return one->name[0] && p->n_series > 1 ? i : -1;
+}
+
+/* Is the name of a series to the right of the axes? True for a line that ends there. */
+static bool plot_ends_right(const plot *p, const plot_series *one, const plot_axis *x) {
+    int i = plot_named_point(p, one);
+    return i >= 0 && !one->dots && plot_place(x, one->x[i]) > 0.9;
+}
+
+/* How many points of lines, and names written before, a name would cover. */
+static int plot_covered(const plot *p, const plot_axis *x, const plot_axis *y, plot_box b,
+                        plot_box name, const plot_box *names) {
+    int covered = 0;
     for (int s = 0; s < p->n_series; s++) {
-        double n = plot_width_of(p->series[s].name, PLOT_LETTER) + 50;
-        if (at + n > PLOT_WIDTH - 40 && at > 0) at = 0, lines++;
-        at += n;
+        const plot_series *one = &p->series[s];
+        double x0 = 0, y0 = 0, x1, y1;
+        for (int i = 0; i < one->n; i++, x0 = x1, y0 = y1) {
+            plot_point_of(one, i, x, y, b, &x1, &y1);
+            for (int k = i && !one->dots ? 0 : 15; k < 16; k++) {
+                double px = x1 + (x0 - x1) * (15 - k) / 16, py = y1 + (y0 - y1) * (15 - k) / 16;
+                covered += px > name.left - 5 && px < name.right + 5 && py > name.top - 3 &&
+                           py < name.bottom + 3;
+            }
+        }
+        if (name.right > names[s].left && name.left < names[s].right &&
+            name.bottom > names[s].top && name.top < names[s].bottom)
+            covered += 100;
     }
-    return lines * 24;
+    return covered + (name.left < b.left || name.right > SCENE_WIDTH - 8 || name.top < b.top - 8 ||
+                      name.bottom > b.bottom ? 1000 : 0);
 }
 
-enum { PLOT_CELL = 19, PLOT_BAR = 18 };
+/* Write each name next to its point or the first one, where it covers least. */
+static void plot_draw_names(scene *s, const plot *p, const plot_axis *x, const plot_axis *y,
+                            plot_box b) {
+    plot_box *names = calloc((size_t)p->n_series + 1, sizeof *names);
+    for (int k = 0; names && k < p->n_series; k++) {
+        const plot_series *one = &p->series[k];
+        int i = plot_named_point(p, one);
+        double px, py, width = plot_width_of(one->name);
+        if (i < 0 || plot_ends_right(p, one, x)) continue;
+        const double places[8][2] = {{10, 5},          {-10 - width, 5}, {-width / 2, -11},
+                                     {-width / 2, 21}, {8, 20},          {8, -9},
+                                     {-8 - width, -9}, {-8 - width, 20}};
+        plot_box best = {0};
+        for (int place = 0, least = 1 << 30; place < 16 && least > 0; place++) {
+            plot_point_of(one, place < 8 ? i : 0, x, y, b, &px, &py);
+            px += places[place % 8][0], py += places[place % 8][1];
+            plot_box name = {px, py - 12, px + width, py + 4};
+            int covered = plot_covered(p, x, y, b, name, names);
+            if (covered >= least) continue;
+            least = covered;
+            best = name;
+        }
+        names[k] = best;
+        plot_words(s, SCENE_INK, best.left, best.bottom - 4, 0, one->name);
+    }
+    free(names);
+}
 
-static int plot_height(const plot *p) {
-    double head = 52 + plot_legend_height(p), body = 330;
-    if (p->kind == PLOT_MAP) body = p->n_categories * PLOT_CELL;
-    if (p->kind == PLOT_BARS)
-        body = p->n_categories * ((p->stacked ? 1 : p->n_series) * PLOT_BAR + 10);
-    return (int)(head + body + 66);
+/* Write the names of lines that end at the right edge, one below the other. */
+static void plot_draw_names_right(scene *s, const plot *p, const plot_axis *x, const plot_axis *y,
+                                  plot_box b) {
+    double *at = calloc((size_t)p->n_series + 1, sizeof *at), px, py;
+    for (int k = 0; at && k < p->n_series; k++) {
+        at[k] = -1e6 * (k + 1); /* far from all others */
+        if (!plot_ends_right(p, &p->series[k], x)) continue;
+        plot_point_of(&p->series[k], plot_named_point(p, &p->series[k]), x, y, b, &px, &at[k]);
+        if (at[k] > b.bottom - 8) at[k] = b.bottom - 8;
+    }
+    for (int pass = 0; at && pass < 100; pass++)
+        for (int i = 0; i < p->n_series; i++)
+            for (int k = i + 1; k < p->n_series; k++) {
+                double apart = PLOT_LINE - fabs(at[i] - at[k]), up = at[i] <= at[k] ? -1 : 1;
+                if (apart > 0) at[i] += up * apart / 2, at[k] -= up * apart / 2;
+            }
+    for (int k = 0; at && k < p->n_series; k++) {
+        if (at[k] < 0) continue;
+        plot_point_of(&p->series[k], plot_named_point(p, &p->series[k]), x, y, b, &px, &py);
+        scene_line(s, p->series[k].colour, 1, px + 7, py, b.right + 16, at[k]);
+        plot_words(s, SCENE_INK, b.right + 21, at[k] + 5, 0, p->series[k].name);
+    }
+    free(at);
 }
 
 /* Does each point of the series have a dot? Long lines have none. */
 static bool plot_has_dots(const plot_series *s) { return s->dots || s->n <= 40; }
 
-static void plot_draw_legend(plot_canvas *c, const plot *p, double y) {
-    double at = 20;
-    if (plot_legend_height(p) == 0) return;
-    for (int s = 0; s < p->n_series; s++) {
-        plot_rgb colour = plot_palette[p->series[s].colour % PLOT_COLOURS];
-        double n = plot_width_of(p->series[s].name, PLOT_LETTER) + 50;
-        if (at + n > PLOT_WIDTH - 20 && at > 20) at = 20, y += 24;
-        if (p->kind == PLOT_LINES) {
-            if (!p->series[s].dots) plot_line(c, at, y + 7, at + 22, y + 7, 2.5, colour);
-            if (plot_has_dots(&p->series[s])) plot_dot(c, at + 11, y + 7, 5, s % 5, colour);
-        } else {
-            plot_fill(c, at + 4, y - 1, at + 20, y + 15, colour);
-            char mark[2] = {p->series[s].mark, 0};
-            if (p->kind == PLOT_MAP)
-                plot_letters(c, at + 12, y + 2, mark, 1.5, 0.5, false,
-                             plot_ink_on(p->series[s].colour));
-        }
-        plot_letters(c, at + 30, y, p->series[s].name, PLOT_LETTER, 0, false, plot_ink);
-        at += n;
+static void plot_draw_series(scene *s, const plot_series *one, int shape, const plot_axis *x,
+                             const plot_axis *y, plot_box b) {
+    double x0 = 0, y0 = 0, px, py;
+    bool before = false;
+    for (int i = 0; i < one->n && !one->dots; i++) {
+        bool there = isfinite(one->x[i]) && isfinite(one->y[i]);
+        plot_point_of(one, i, x, y, b, &px, &py);
+        if (there && before && i < one->n - 1 && hypot(px - x0, py - y0) < 1) continue;
+        if (there && before) scene_line(s, one->colour, 2.5, x0, y0, px, py);
+        before = there;
+        x0 = px, y0 = py;
+    }
+    for (int i = 0; i < one->n && plot_has_dots(one); i++) {
+        if (!isfinite(one->x[i]) || !isfinite(one->y[i])) continue;
+        plot_point_of(one, i, x, y, b, &px, &py);
+        plot_dot(s, px, py, one->n > 100 ? -1 : shape, one->colour);
     }
 }
 
-typedef struct plot_box { double left, top, right, bottom; } plot_box;
-
-static void plot_draw_x_axis(plot_canvas *c, const plot *p, const plot_axis *x, plot_box b) {
-    double end = -1e9;
-    for (int i = 0; i < x->n_ticks; i++) {
-        const char *label = PLOT_LABEL(x, x->ticks[i]);
-        double at = b.left + plot_place(x, x->ticks[i]) * (b.right - b.left),
-               half = plot_width_of(label, PLOT_LETTER) / 2;
-        plot_line(c, at, b.top, at, b.bottom, 0.5, plot_faint);
-        plot_line(c, at, b.bottom, at, b.bottom + 5, 1, plot_ink);
-        if (at - half < end + 8) continue;
-        plot_letters(c, at, b.bottom + 9, label, PLOT_LETTER, 0.5, false, plot_ink);
-        end = at + half;
-    }
-    plot_line(c, b.left, b.bottom, b.right, b.bottom, 1.5, plot_ink);
-    plot_letters(c, (b.left + b.right) / 2, b.bottom + 33, p->x_label, PLOT_LETTER, 0.5, false,
-                 plot_ink);
-}
-
-typedef struct plot_rectangle { double left, top, right, bottom; } plot_rectangle;
-
-/* Write the name of each series next to its last point: to the right, or else where it covers no
- * other name or point. */
-static void plot_draw_names(plot_canvas *c, const plot *p, const plot_axis *x, const plot_axis *y,
-                            plot_box b) {
-    plot_rectangle *taken =
-        calloc(2 * (size_t)p->n_series + 1, sizeof *taken); /* the points, then the names */
-    for (int s = 0; taken && s < p->n_series; s++) {
-        const plot_series *one = &p->series[s];
-        if (!one->n) continue;
-        double px = b.left + plot_clamp(plot_place(x, one->x[one->n - 1])) * (b.right - b.left);
-        double py = b.bottom - plot_clamp(plot_place(y, one->y[one->n - 1])) * (b.bottom - b.top);
-        taken[s] = (plot_rectangle){px - 6, py - 6, px + 6, py + 6};
-    }
-    for (int s = 0; taken && s < p->n_series; s++) {
-        const plot_rectangle *dot = &taken[s];
-        double width = plot_width_of(p->series[s].name, PLOT_LETTER),
-               px = (dot->left + dot->right) / 2, py = (dot->top + dot->bottom) / 2;
-        const double places[4][2] = {{px + 9, py - 7},
-                                     {px - 9 - width, py - 7},
-                                     {px - width / 2, py - 25},
-                                     {px - width / 2, py + 11}};
-        int place = 0;
-        for (bool free_place = false; place < 4 && !free_place; place += !free_place) {
-            plot_rectangle *name = &taken[p->n_series + s];
-            *name = (plot_rectangle){places[place][0], places[place][1], places[place][0] + width,
-                                     places[place][1] + 15};
-            free_place = name->right < b.right + 60 && name->left > b.left;
-            for (int k = 0; k < p->n_series + s && free_place; k++)
-                free_place = k == s || name->right < taken[k].left || name->left > taken[k].right ||
-                             name->bottom < taken[k].top || name->top > taken[k].bottom;
-        }
-        plot_letters(c, places[place % 4][0], places[place % 4][1], p->series[s].name, PLOT_LETTER,
-                     0, false, plot_ink);
-    }
-    free(taken);
-}
-
-static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
+static double plot_draw_lines(scene *s, const plot *p, plot_box b) {
     plot_axis x = plot_axis_over(p, false), y = plot_axis_over(p, true);
-    b.left = 122;
-    plot_draw_x_axis(c, p, &x, b);
-    double end = 1e9;
+    double widest = 0, margin = 0, end = 1e9;
+    for (int i = 0; i < y.n_ticks; i++)
+        widest = larger(widest, plot_width_of(PLOT_LABEL(&y, y.ticks[i])));
+    for (int i = 0; i < p->n_series; i++)
+        if (plot_ends_right(p, &p->series[i], &x))
+            margin = larger(margin, plot_width_of(p->series[i].name) + 21);
+    plot_words(s, SCENE_INK, PLOT_MARGIN, b.top, 0, p->y_label);
+    b.top += p->y_label[0] ? 18 : 0;
+    b.bottom = b.top + 330;
+    b.left += widest + 12;
+    b.right -= larger(margin, 12);
+    plot_draw_x_axis(s, p, &x, b);
     for (int i = 0; i < y.n_ticks; i++) {
         double at = b.bottom - plot_place(&y, y.ticks[i]) * (b.bottom - b.top);
-        plot_line(c, b.left, at, b.right, at, 0.5, plot_faint);
-        plot_line(c, b.left - 5, at, b.left, at, 1, plot_ink);
+        scene_line(s, SCENE_GRID, 1, b.left, at, b.right, at);
         if (at > end - 18) continue;
-        plot_letters(c, b.left - 10, at - 7, PLOT_LABEL(&y, y.ticks[i]), PLOT_LETTER, 1, false,
-                     plot_ink);
+        plot_words(s, SCENE_MUTED, b.left - 10, at + 5, 1, PLOT_LABEL(&y, y.ticks[i]));
         end = at;
     }
-    plot_line(c, b.left, b.top, b.left, b.bottom, 1.5, plot_ink);
-    plot_letters(c, 14, (b.top + b.bottom) / 2 + plot_width_of(p->y_label, PLOT_LETTER) / 2,
-                 p->y_label, PLOT_LETTER, 0, true, plot_ink);
-    for (int s = 0; s < p->n_series; s++) {
-        const plot_series *one = &p->series[s];
-        plot_rgb colour = plot_palette[p->series[s].colour % PLOT_COLOURS];
-        double before_x = 0, before_y = 0;
-        bool before = false;
-        for (int i = 0; i < one->n; i++) {
-            bool there = isfinite(one->x[i]) && isfinite(one->y[i]);
-            double px = b.left + plot_clamp(plot_place(&x, one->x[i])) * (b.right - b.left);
-            double py = b.bottom - plot_clamp(plot_place(&y, one->y[i])) * (b.bottom - b.top);
-            if (there && before && !one->dots)
-                plot_line(c, before_x, before_y, px, py, 2.5, colour);
-            if (there && plot_has_dots(one)) plot_dot(c, px, py, 5, s % 5, colour);
-            before = there;
-            before_x = px;
-            before_y = py;
-        }
-    }
-    if (p->named_dots) plot_draw_names(c, p, &x, &y, b);
+    scene_line(s, SCENE_INK, 1.2, b.left, b.bottom, b.right, b.bottom);
+    for (int i = 0; i < p->n_series; i++) plot_draw_series(s, &p->series[i], i % 5, &x, &y, b);
+    plot_draw_names_right(s, p, &x, &y, b);
+    plot_draw_names(s, p, &x, &y, b);
+    return b.bottom;
 }
 
 static double plot_widest_category(const plot *p) {
     double widest = 0;
     for (int k = 0; k < p->n_categories; k++)
-        widest = larger(widest, plot_width_of(p->categories[k], PLOT_LETTER));
+        widest = larger(widest, plot_width_of(p->categories[k]));
     return widest;
 }
 
-static void plot_draw_bars(plot_canvas *c, const plot *p, plot_box b) {
+static double plot_draw_bars(scene *s, const plot *p, plot_box b) {
     plot_axis x = plot_axis_of_bars(p);
-    b.left = 30 + plot_widest_category(p);
-    b.right -= 60; /* room for the numbers */
-    plot_draw_x_axis(c, p, &x, b);
-    double at = b.top + 5;
+    int bars = p->stacked ? 1 : p->n_series, group = bars * PLOT_BAR + 11;
+    b.left += plot_widest_category(p) + 12;
+    b.right -= 56; /* room for the numbers */
+    b.top -= 12;
+    b.bottom = b.top + p->n_categories * group + 8;
+    plot_draw_x_axis(s, p, &x, b);
     for (int k = 0; k < p->n_categories; k++) {
-        double height = (p->stacked ? 1 : p->n_series) * PLOT_BAR, sum = 0, from = b.left;
-        plot_letters(c, b.left - 10, at + height / 2 - 7, p->categories[k], PLOT_LETTER, 1, false,
-                     plot_ink);
-        for (int s = 0; s < p->n_series; s++) {
-            double v = k < p->series[s].n && isfinite(p->series[s].y[k]) ? p->series[s].y[k] : 0;
+        double top = b.top + 9 + k * group, sum = 0, from = b.left;
+        plot_words(s, SCENE_INK, b.left - 10, top + bars * PLOT_BAR / 2.0 + 5, 1, p->categories[k]);
+        for (int i = 0; i < p->n_series; i++) {
+            double v = k < p->series[i].n && isfinite(p->series[i].y[k]) ? p->series[i].y[k] : 0;
             sum = p->stacked ? sum + v : v;
             double to = b.left + plot_clamp(sum > 0 || !p->log_x ? plot_place(&x, sum) : 0) *
                                      (b.right - b.left);
-            double y = at + (p->stacked ? 0 : s * PLOT_BAR);
-            plot_fill(c, p->stacked ? from : b.left, y + 1, to, y + PLOT_BAR - 1,
-                      plot_palette[p->series[s].colour % PLOT_COLOURS]);
-            from = to;
-            if (!p->stacked || s == p->n_series - 1)
-                plot_letters(c, to + 6, y + 2, PLOT_NUMBER(sum), PLOT_LETTER, 0, false, plot_ink);
+            double y = top + (p->stacked ? 0 : i * PLOT_BAR);
+            if (to > from + 0.2)
+                scene_rectangle(s, p->series[i].colour, from, y + 0.5, to, y + PLOT_BAR - 0.5);
+            if (p->stacked) from = to;
+            if (!p->stacked || i == p->n_series - 1)
+                plot_words(s, SCENE_INK, to + 7, y + 13.5, 0, PLOT_NUMBER(sum));
         }
-        at += height + 10;
     }
-    plot_line(c, b.left, b.top, b.left, b.bottom, 1.5, plot_ink);
+    scene_line(s, SCENE_INK, 1.2, b.left, b.top, b.left, b.bottom);
+    return b.bottom;
 }
 
-static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
-    int columns = p->columns ? p->columns : 1;
-    b.left = 30 + plot_widest_category(p);
-    double wide = (b.right - b.left) / columns;
-    if (wide > 1.2 * PLOT_CELL) wide = 1.2 * PLOT_CELL;
-    b.right = b.left + wide * columns;
+static int plot_cell_of(const plot *p, int row, int column) {
+    int series = p->cells[(size_t)column * (size_t)p->n_categories + (size_t)row] - 1;
+    return series < p->n_series ? series : -1;
+}
+
+static double plot_draw_map(scene *s, const plot *p, plot_box b) {
+    int columns = p->columns ? p->columns : 1, cell = p->n_categories > 30 ? 15 : 20;
     plot_axis x = {0, columns, false, {0}, 0, 0};
     double step = columns > 200 ? 50 : columns > 80 ? 20 : columns > 30 ? 10 : 5;
     for (double t = 0; t <= columns; t += step) plot_tick(&x, t);
-    b.bottom = b.top + p->n_categories * PLOT_CELL + 2;
-    plot_draw_x_axis(c, p, &x, b);
+    plot_words(s, SCENE_INK, PLOT_MARGIN, b.top, 0, p->y_label);
+    b.top += p->y_label[0] ? 10 : -10;
+    b.left += plot_widest_category(p) + 10;
+    double wide = fmin((b.right - b.left) / columns, 1.3 * cell);
+    b.right = b.left + wide * columns;
+    b.bottom = b.top + p->n_categories * cell + 2;
+    plot_draw_x_axis(s, p, &x, b);
     for (int row = 0; row < p->n_categories; row++) {
-        double y = b.top + row * PLOT_CELL;
-        plot_letters(c, b.left - 10, y + 3, p->categories[row], PLOT_LETTER, 1, false, plot_ink);
+        double y = b.top + row * cell;
+        scene_text(s, SCENE_MUTED, cell - 3 < PLOT_LETTER ? cell - 3 : PLOT_LETTER, b.left - 8,
+                   y + 0.5 * cell + 5, 1, false, p->categories[row]);
         for (int column = 0, run; column < p->columns; column += run) {
-            int s = p->cells[(size_t)column * (size_t)p->n_categories + (size_t)row] - 1;
+            int i = plot_cell_of(p, row, column);
             for (run = 1; column + run < p->columns; run++) /* cells of the same series */
-                if (p->cells[(size_t)(column + run) * (size_t)p->n_categories + (size_t)row] !=
-                    s + 1)
-                    break;
-            bool empty = s < 0 || s >= p->n_series;
-            double x = b.left + column * wide;
-            plot_rgb colour = empty ? (plot_rgb){0xf2, 0xf2, 0xf2}
-                                    : plot_palette[p->series[s].colour % PLOT_COLOURS];
-            plot_fill(c, x + 0.5, y + 0.5, x + wide * run - 0.5, y + PLOT_CELL - 0.5, colour);
-            if (empty || run * wide < 9) continue;
-            char mark[2] = {p->series[s].mark, 0}; /* only in the first cell of a run */
-            plot_letters(c, x + (wide < 12 ? 3 : wide / 2), y + 4, mark, 1.5, wide < 12 ? 0 : 0.5,
-                         false, plot_ink_on(p->series[s].colour));
+                if (plot_cell_of(p, row, column + run) != i) break;
+            double left = b.left + column * wide, right = left + wide * run;
+            scene_rectangle(s, i < 0 ? SCENE_EMPTY : p->series[i].colour, left + 0.6, y + 0.6,
+                            right - 0.6, y + cell - 0.6);
+            char mark[2] = {i < 0 ? 0 : p->series[i].mark, 0};
+            if (i >= 0 && right - left > 10)
+                scene_text(s, SCENE_ON + p->series[i].colour, 12, (left + right) / 2,
+                           y + 0.5 * cell + 4.5, 0.5, false, mark);
         }
     }
-    plot_letters(c, 20, b.bottom + 33, p->y_label, PLOT_LETTER, 0, false, plot_ink);
+    return b.bottom;
 }
 
-static void plot_draw(plot_canvas *c, const plot *p, double top) {
-    plot_box b = {110, top + 52 + plot_legend_height(p), PLOT_WIDTH - 30,
-                  top + plot_height(p) - 66};
-    plot_letters(c, 20, top + 14, p->title, PLOT_LETTER, 0, false, plot_ink);
-    plot_letters(c, 20.5, top + 14, p->title, PLOT_LETTER, 0, false, plot_ink); /* bold */
-    plot_draw_legend(c, p, top + 42);
-    if (p->kind == PLOT_LINES) plot_draw_lines(c, p, b);
-    else if (p->kind == PLOT_BARS) plot_draw_bars(c, p, b);
-    else plot_draw_map(c, p, b);
-}
-
-/* Halve the size: each pixel becomes the mean of four. */
-static void plot_halve(plot_canvas *c) {
-    for (int y = 0; y < c->height / 2; y++)
-        for (int x = 0; x < c->width / 2; x++)
-            for (int k = 0; k < 3; k++) {
-                const uint8_t *p =
-                    c->pixels + ((size_t)(2 * y) * (size_t)c->width + (size_t)(2 * x)) * 3 + k;
-                const uint8_t *q = p + (size_t)c->width * 3;
-                c->pixels[((size_t)y * (size_t)(c->width / 2) + (size_t)x) * 3 + (size_t)k] =
-                    (uint8_t)((p[0] + p[3] + q[0] + q[3] + 2) / 4);
-            }
-    c->width /= 2;
-    c->height /= 2;
-}
-
-bool plot_png(const char *path, const plot *plots, int n) {
-    int height = 0;
-    bool good = true;
+scene plot_scene(const plot *plots, int n) {
+    scene s = {0};
+    double y = 0;
     for (int i = 0; i < n; i++) {
-        height += plot_height(&plots[i]);
-        good = good && !plots[i].failed;
+        const plot *p = &plots[i];
+        s.failed = s.failed || p->failed;
+        scene_text(&s, SCENE_INK, 18, PLOT_MARGIN, y + 38, 0, true, p->title);
+        y = plot_paragraph(&s, y + 62, p->note) + 4;
+        if (p->kind != PLOT_LINES) y = plot_draw_legend(&s, p, y + 2);
+        plot_box b = {PLOT_MARGIN, y, SCENE_WIDTH - PLOT_MARGIN, y};
+        if (p->kind == PLOT_LINES) y = plot_draw_lines(&s, p, b);
+        else if (p->kind == PLOT_BARS) y = plot_draw_bars(&s, p, b);
+        else y = plot_draw_map(&s, p, b);
+        y += (p->x_label[0] ? 2.1 : 1) * PLOT_LINE + 22;
     }
-    plot_canvas c = {PLOT_WIDTH * PLOT_SCALE, height * PLOT_SCALE, NULL};
-    size_t bytes = (size_t)c.width * (size_t)c.height * 3;
-    c.pixels = good && n > 0 ? malloc(bytes) : NULL;
-    if (!c.pixels) return false;
-    memset(c.pixels, 0xff, bytes);
-    double top = 0;
-    for (int i = 0; i < n; top += plot_height(&plots[i++])) plot_draw(&c, &plots[i], top);
-    plot_halve(&c);
-    stbi_write_png_compression_level = 64;
-    good = stbi_write_png(path, c.width, c.height, 3, c.pixels, c.width * 3) != 0;
-    free(c.pixels);
-    return good;
+    s.height = ceil(y);
+    return s;
 }

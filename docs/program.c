@@ -17,8 +17,10 @@ void make_lone_batch(lone_batch *l, int n, int end, int block_size, bool logits)
     for (int i = 0; i < n; i++) tokens[i] = i % 64, positions[i] = slots[i] = end - n + i;
     for (int i = 0; i < blocks; i++) table[i] = i;
     l->memory = tokens;
-    l->batch = (llm_batch){n,         1,     tokens, positions,  slots,  &l->first,
-                           &l->count, table, blocks, block_size, logits, &l->row};
+    l->batch = (llm_batch){.n_tokens = n, .n_sequences = 1, .tokens = tokens, .positions = positions,
+                           .slots = slots, .seq_first = &l->first, .seq_count = &l->count,
+                           .block_tables = table, .table_stride = blocks,
+                           .block_size = block_size, .n_logits = logits, .logit_rows = &l->row};
 }
 
 int program_buffer(llm_program *p, const float *data, int64_t width) {
@@ -196,8 +198,9 @@ const char *op_weight(const llm_op *op, char out[96]) {
     const llm_weight *w = op->weight;
     const char *name = *op->name ? op->name : "frequencies"; /* frequencies of RoPE have no name */
     if (w)
-        snprintf(out, 96, "%.*s %s %lld x %lld", (int)strcspn(name, "."), name,
-                 llm_type_find(w->type)->name, (long long)w->rows, (long long)w->cols);
+        snprintf(out, 96, "%.*s %s %lld x %lld%s", (int)strcspn(name, "."), name,
+                 llm_type_find(w->type)->name, (long long)w->rows, (long long)w->cols,
+                 op->n_experts ? " each" : "");
     return out;
 }
 

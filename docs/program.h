@@ -12,9 +12,8 @@ typedef struct lone_batch {
     int32_t *memory; /* memory of the arrays; free it */
 } lone_batch;
 
-/* Make a batch of n tokens, the last one at position end - 1, with or without its logits. The
- * blocks of the cache are in their own order. The token ids do not matter. *l must stay in
- * place. */
+/* Make a batch of n tokens, the last one at position end - 1, with or without its logits. Its
+ * block table is 0, 1, 2, ... The token ids do not matter. *l must stay in place. */
 void make_lone_batch(lone_batch *l, int n, int end, int block_size, bool logits);
 
 /* ---- A program of single operations ------------------------------------------------------ */

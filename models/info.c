@@ -52,8 +52,12 @@ static void info_print_shape(const info *in) {
              fits = cache_tokens(in);
     put("\nShape\n");
     put("  %d layers of width %d, feed-forward %d\n", c->n_layers, c->dim, c->hidden_dim);
+    if (c->n_experts)
+        put("  %d experts of width %d, %d per token\n", c->n_experts, c->expert_dim,
+            c->n_experts_used);
+    if (c->shared_dim) put("  and one of width %d for every token\n", c->shared_dim);
     put("  %d query heads and %d key/value heads of %d; ", c->n_heads, c->n_kv_heads, c->head_dim);
-    put("%d dimensions turn, base %g, %s\n", c->rope_dim, (double)c->rope_base,
+    put("RoPE on %d, base %g, %s\n", c->rope_dim, (double)c->rope_base,
         c->rope_pairing == LLM_ROPE_HALVES ? "in halves" : "in adjacent pairs");
     if (c->rope_scaling != LLM_ROPE_UNSCALED)
         put("  RoPE scaled %g times, %s\n", (double)c->rope_factor,
@@ -131,6 +135,8 @@ static void info_print_json_model(const info *in) {
     const struct { const char *name; int value; } shape[] = {
         {"vocab_size", c->vocab_size}, {"context_length", c->context_length},
         {"layers", c->n_layers}, {"dim", c->dim}, {"hidden_dim", c->hidden_dim},
+        {"experts", c->n_experts}, {"experts_used", c->n_experts_used},
+        {"expert_dim", c->expert_dim}, {"shared_dim", c->shared_dim},
         {"heads", c->n_heads}, {"kv_heads", c->n_kv_heads}, {"head_dim", c->head_dim},
         {"rope_dim", c->rope_dim}};
     put(",\n \"shape\": {\"architecture\": ");

@@ -730,7 +730,10 @@ static bool quantize_is_folder(const llm_file *file) { return llm_file_version(f
 
 llm_type llm_quantize_tensor_type(const llm_file *file, const llm_tensor *tensor, llm_type type,
                                   bool mixed) {
-    if (tensor->n_dims < 2) /* norms and biases: small, used by every token */
+    int64_t layer;
+    bool router = is_tensor_of_layer(tensor->name, "ffn_gate_inp.weight", &layer) ||
+                  is_tensor_of_layer(tensor->name, "ffn_gate_inp_shexp.weight", &layer);
+    if (tensor->n_dims < 2 || router) /* norms, biases, routers: small, used by every token */
         return quantize_is_folder(file) ? LLM_F32 : tensor->type; /* GGUF readers expect f32 */
     bool groups = type == LLM_Q4_K || type == LLM_Q5_K;
     bool output = writer_is_text(tensor->name, "output.weight");
@@ -759,21 +762,27 @@ static bool quantize_progress(quantizer *q, uint64_t bytes) {
     return !q->stopped;
 }
 
-/* RoPE pairs are neighbours in a "llama" GGUF file, half a head apart in a folder. Returns the head
- * size if rows of this tensor must be reordered, else 0. */
+/* RoPE pairs are neighbours in the GGUF files of some architectures, half a head apart in folders.
+ * Returns the head size if rows of this tensor must be reordered, else 0. */
 static int64_t reordered_head(const llm_file *file, const llm_tensor *tensor) {
     static const char *const parts[] = {"attn_q.weight", "attn_k.weight", "attn_q.bias",
                                         "attn_k.bias"};
+    static const char *const architectures[] = {"llama", "granite", "smollm3"};
     llm_string architecture = {"", 0};
     size_t cursor = 0;
     uint64_t head_dim = 0;
     int64_t layer;
-    bool q_or_k = false;
+    bool q_or_k = false, adjacent = false;
+    char key[64];
     llm_value_string(llm_file_find(file, "general.architecture"), &cursor, &architecture);
     for (int i = 0; i < 4 && !q_or_k; i++)
         q_or_k = is_tensor_of_layer(tensor->name, parts[i], &layer);
-    if (!quantize_is_folder(file) || !q_or_k || !writer_is_text(architecture, "llama")) return 0;
-    llm_value_u64(llm_file_find(file, "llama.rope.dimension_count"), 0, &head_dim);
+    for (int i = 0; i < 3 && !adjacent; i++) {
+        adjacent = writer_is_text(architecture, architectures[i]);
+        snprintf(key, sizeof key, "%s.rope.dimension_count", architectures[i]);
+    }
+    if (!quantize_is_folder(file) || !q_or_k || !adjacent) return 0;
+    llm_value_u64(llm_file_find(file, key), 0, &head_dim);
     uint64_t rows = tensor->dims[tensor->n_dims - 1];
     return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
 }
@@ -887,6 +896,24 @@ static bool quantize_tensor(quantizer *q, const llm_tensor *tensor, llm_type typ
     return good;
 }
 
+/* A folder has a matrix for each expert, in order; a GGUF file has one tensor for all of them.
+ * Returns the number of matrices that begin with tensor `index`, and their common name (64) if
+ * there are several; 0: the tensor follows others of its kind. */
+static int quantize_experts(const llm_file *in, int64_t index, char *name) {
+    int layer, expert, n = 0;
+    char part[8], text[64];
+    for (; index + n < llm_file_n_tensors(in); n++) {
+        llm_string s = llm_file_tensor(in, index + n)->name;
+        snprintf(text, sizeof text, "%.*s", (int)s.length, s.data);
+        int found = sscanf(text, "blk.%d.ffn_%7[a-z].%d.weight", &layer, part, &expert);
+        if (n > 0 && (found != 3 || expert != n)) break;
+        if (found != 3 || !quantize_is_folder(in)) return 1;
+        if (n == 0 && expert > 0) return 0;
+        if (n == 0) snprintf(name, 64, "blk.%d.ffn_%s_exps.weight", layer, part);
+    }
+    return n;
+}
+
 static bool quantize_file(quantizer *q, llm_type type, bool mixed) {
     const llm_file *in = q->in;
     for (int64_t i = 0; i < llm_file_n_values(in); i++) {
@@ -905,8 +932,13 @@ static bool quantize_file(quantizer *q, llm_type type, bool mixed) {
     llm_writer_u32(q->writer, "general.quantization_version", 2);
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm_writer_tensor(q->writer, t->name, llm_quantize_tensor_type(in, t, type, mixed),
-                               t->n_dims, t->dims))
+        char name[64];
+        int n = quantize_experts(in, i, name);
+        uint64_t dims[4] = {t->dims[0], t->dims[1], n > 1 ? (uint64_t)n : t->dims[2], t->dims[3]};
+        if (n && !llm_writer_tensor(q->writer,
+                                    n > 1 ? (llm_string){name, strlen(name)} : t->name,
+                                    llm_quantize_tensor_type(in, t, type, mixed),
+                                    n > 1 ? 3 : t->n_dims, dims))
             return false;
     }
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {

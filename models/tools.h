@@ -5,7 +5,7 @@
 #include "../docs/cli.h"
 #include "quantize.h"
 
-/* ---- synth.c: well-known shapes ---------------------------------------------------------- */
+/* ---- synth.c: well-known shapes, and larger models ----   */
 
 typedef struct shape {
     const char *name;
@@ -13,9 +13,15 @@ typedef struct shape {
     int head_dim; /* 0: dim / heads */
     float rope_base;
     int tied;
+    int experts, experts_used; /* 0: none */
 } shape;
-enum { N_SHAPES = 7 };
+enum { N_SHAPES = 10 };
 extern const shape shapes[N_SHAPES];
+
+/* Write a model of about `bytes` bytes that computes what `in`, a GGUF file, computes. */
+bool inflate(const char *in, const char *out, uint64_t bytes, uint64_t seed, llm_error *err);
+/* The same as a model, by a temporary file. NULL: the reason has been printed. */
+llm_model *inflated_model(const char *path, uint64_t bytes);
 
 /* ---- quantize_command.c ------------------------------------------------------------------ */
 

@@ -14,10 +14,10 @@ for program; do
     esac
 done
 # These scripts compile on their own, without the sanitizers.
-scripts='tests/lessons.sh tests/embed.sh tests/docs.sh tests/races.sh tests/python.sh'
-[ -z "${SANITIZE:-}" ] || scripts=
+scripts='tests/lessons.sh tests/embed.sh tests/docs.sh tests/gdb.sh tests/races.sh tests/python.sh'
+[ -z "${SANITIZE:-}" ] || { scripts= && export SERVE_SANITIZED=yes; }
 [ "${DEVICE:-}" != cuda ] || export LLM_TEST_JOBS=1
 export LLM_TEST_DEVICE="${DEVICE:-}" LLM_KERNELS="$folder/libkernels.a"
 # shellcheck disable=SC2046,SC2086
-exec sh tests/run.sh "$llm" $scripts tests/cli_batch.sh tests/cli.sh \
+exec sh tests/run.sh "$llm" $scripts tests/serve.sh tests/cli_batch.sh tests/cli.sh \
     $(for name in $first; do echo "$folder/test_$name"; done) $others tests/cli_chat.sh

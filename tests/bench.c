@@ -853,6 +853,7 @@ typedef struct bench_speculate {
     speculation speculation;
     float temperature;
     int prompt, generate, n_texts, runs;
+    uint64_t inflate; /* bytes; 0: the model as it is */
     bool json;
     llm_model *loaded, *draft;
     text words;
@@ -879,6 +880,7 @@ static bool speculate_once(bench_speculate *b, llm_engine *engine, int depth, sp
     request.ignore_end = true;
     request.speculate = depth;
     request.lookup = b->speculation.lookup;
+    request.branches = b->speculation.branches;
     request.sampling.temperature = b->temperature;
     *sum = (speculate_sum){.before = llm_engine_statistics(engine)};
     for (int i = 0; i < b->n_prompts && !stop_requested; i++) {
@@ -1000,8 +1002,12 @@ static void speculate_head(const bench_speculate *b, const char *path) {
 
 static int speculate_model(bench_speculate *b, const char *path) {
     llm_error err;
-    if (!load_models(path, b->speculation.path, &b->loaded, &b->draft) || !speculate_read(b))
-        return FAILED;
+    if (!load_models(path, b->speculation.path, &b->loaded, &b->draft)) return FAILED;
+    if (b->inflate) {
+        llm_model_free(b->loaded);
+        if (!(b->loaded = inflated_model(path, b->inflate))) return FAILED;
+    }
+    if (!speculate_read(b)) return FAILED;
     llm_engine_options *e = &b->engine_options;
     e->draft = b->draft;
     e->max_sequences = 1;
@@ -1030,8 +1036,12 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
          "a small model of the same vocabulary, which proposes tokens"},
         {0, "lookup", NULL, FLAG, &b.speculation.lookup, 0, 0,
          "propose what followed the same words earlier; needs no draft"},
+        {0, "branches", "N", WHOLE, &b.speculation.branches, 1, LLM_MOST_BRANCHES,
+         "up to N proposals for the same position: a tree (default 1)"},
         {'f', "file", "FILE", TEXT, &b.file, 0, 0,
          "texts, between lines of <|endoftext|> (default models/eval.txt)"},
+        {0, "inflate", "SIZE", SIZE, &b.inflate, 0, 0,
+         "make the model this large, with the same tokens: see llm synth"},
         {0, "texts", "N", WHOLE, &b.n_texts, 1, 100000, "number of texts to continue (default 8)"},
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20,
          "tokens of each text used as prompt (default 32)"},
@@ -1066,7 +1076,7 @@ static const char bench_speculate_notes[] =
     "worth more than the cost of the proposals and of the wider step.\n"
     "\n"
     "Examples:\n"
-    "  llm bench speculate --draft models/tales-draft.gguf\n"
+    "  llm bench speculate --draft models/tales-draft.gguf --inflate 600M\n"
     "  llm bench speculate --lookup -f letters.txt --temperature 0.8 --json\n";
 
 /* ---- llm bench itself -------------------------------------------------------------------- */

@@ -229,7 +229,7 @@ bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
 bad "cache of an impossible type" 2 "one of f32.f16, not 'q8_0'" "$LLM" run -m "$M" --cache-type \
     q8_0 x
 bad "cache too small for the request" 1 \
-    "^llm: --cache-memory is 4.0 KiB \(1 blocks of 16 tokens\), and the request may need 28.0 KiB \(7 blocks\): ask for fewer tokens, or give" \
+    "^llm: --cache-memory is 4.0 KiB \(1 blocks of 16 tokens\), and the request may need 28.0 KiB \(7 blocks\): ask for fewer tokens, or enlarge" \
     "$LLM" run -m "$M" --cache-memory 4K -n 100 x
 ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q \
     --temperature 0 "Hello"
@@ -265,7 +265,7 @@ ok "info --tensors" "blk.1.ffn_down.weight +f16 +96 x 64" "$LLM" info -m "$M" --
 ok "info --memory" "In 1.0 GiB of memory" "$LLM" info "$M" --memory 1G
 ok "info, no memory" "In 0 B of memory" "$LLM" info "$M" --memory 0
 bad "info, a context beyond the model's" 1 \
-    "--context is 129: the model was trained for 1 to 128 tokens" "$LLM" info "$M" --context 129
+    "--context is 129: the model supports 1 to 128 tokens" "$LLM" info "$M" --context 129
 ok "info, memory too small for the weights" "the weights do not fit" "$LLM" info "$M" --memory 1k
 ok "info --check" "all values and scales are finite" "$LLM" info "$M" --check
 ok "info --check of a folder" "21 tensors, .*finite" "$LLM" info --check \
@@ -276,15 +276,15 @@ cp -r "$TOP/tests/data/models/qwen3_yarn" yarn
 sed 's/"max_position_embeddings": 64/"max_position_embeddings": 99/' \
     "$TOP/tests/data/models/qwen3_yarn/config.json" >yarn/config.json
 ok "info, a context that YaRN makes smaller" \
-    "context: config.json says 99, but its YaRN scaling makes 64 of 16" "$LLM" info yarn
+    "context: config.json says 99, but its YaRN scaling gives only 64" "$LLM" info yarn
 ok "info --json, a context that YaRN makes smaller" '"context_note": "config.json says 99' "$LLM" \
     info yarn --json
 json "info --json, a context that YaRN makes smaller"
 bad "... and a larger one" 1 \
-    "trained for 1 to 64 tokens.*; config.json says 99, but its YaRN scaling" "$LLM" run -m yarn \
+    "supports 1 to 64 tokens.*; config.json says 99, but its YaRN scaling" "$LLM" run -m yarn \
     -c 70 x
 bad "info, ... and a larger one" 1 \
-    "trained for 1 to 64 tokens; config.json says 99, but its YaRN scaling" "$LLM" info yarn -c 70
+    "supports 1 to 64 tokens; config.json says 99, but its YaRN scaling" "$LLM" info yarn -c 70
 bad "info --check --program" 2 "cannot go with --program" "$LLM" info --check --program "$M"
 cp "$M" nan.gguf
 # a NaN of f16
@@ -508,6 +508,41 @@ ok "quantize to Q8_0" "^ *q8_0 " "$LLM" quantize "$M" q.gguf --type Q8_0
 cp y.gguf z.gguf
 ok "synth again" "" "$LLM" synth --shape $SHAPE --type q4_0 --seed 9 y.gguf
 same "synth is seeded" y.gguf z.gguf
+
+# an inflated model computes the same, bit for bit
+printf 'Once upon a time there was a king who had a daughter.' >once.txt
+ok "synth a model to inflate" "" \
+    "$LLM" synth --shape dim=256,layers=2,heads=4,kv-heads=2,hidden=512,vocab=600,context=128 \
+    --type f16 small.gguf
+for type in f32 f16 q8_0 q4_K q4_0; do
+    ok "quantize to $type" "" "$LLM" quantize small.gguf plain.gguf --type $type
+    ok "inflate to $type" "large.gguf: 1[0-2].* MiB, computes what small.gguf computes as $type" \
+        "$LLM" synth --inflate small.gguf --to 12M --type $type large.gguf
+    ok "inflate as it is" "same.gguf: .* computes what plain.gguf computes$" \
+        "$LLM" synth --inflate plain.gguf --to 12M same.gguf
+    same "... gives the same file" same.gguf large.gguf
+    for m in plain large; do
+        "$LLM" perplexity -m $m.gguf --json once.txt |
+            sed 's/.*"documents"/"documents"/; s/"seconds.*//' >$m.out
+        "$LLM" run -m $m.gguf -q -n 16 --temperature 0 Once >>$m.out
+    done
+    same "... computes the same ($type)" plain.out large.out
+done
+bad "inflate without a size" 2 "need each other" "$LLM" synth --inflate small.gguf x.gguf
+bad "a size without a model" 2 "need each other" "$LLM" synth --shape $SHAPE --to 1M x.gguf
+bad "inflate and shape" 2 "exclude each other" \
+    "$LLM" synth --inflate small.gguf --to 8M --shape $SHAPE x.gguf
+bad "inflate to less" 1 "small.gguf: the model has .* MiB already" \
+    "$LLM" synth --inflate small.gguf --to 1K x.gguf
+bad "inflate to too much" 1 "too large for this model" \
+    "$LLM" synth --inflate small.gguf --to 900000T x.gguf
+bad "inflate a folder" 1 "add --type" \
+    "$LLM" synth --inflate "$TOP/tests/data/models/llama" --to 8M x.gguf
+bad "inflate no model" 1 "once.txt" "$LLM" synth --inflate once.txt --to 8M x.gguf
+name="... leaves no file"; status=0
+[ -e x.gguf ] || [ -e x.gguf.tmp ] || [ -e x.gguf.small ] && fail "no file" || pass
+ok "inflate a folder with a type" "" \
+    "$LLM" synth --inflate "$TOP/tests/data/models/llama" --to 8M --type q8_0 x.gguf
 ok "run tied" "" "$LLM" run -m tied.gguf -n 4 -q "Hello"
 cp "$M" copy.gguf
 bad "quantize onto itself" 1 "the same file" "$LLM" quantize copy.gguf copy.gguf --type q8_0

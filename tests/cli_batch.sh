@@ -303,7 +303,7 @@ bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file
 bad "a cache of one byte" 1 \
     "^llm: --cache-memory is 1 byte, and one block of 16 tokens takes 4.0 KiB: a context of 128 tokens needs 32.0 KiB" \
     batch -f many.jsonl --cache-memory 1
-bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch \
+bad "a context that no model has" 1 "^llm: --context is 1000000: the model supports" batch \
     -f many.jsonl --context 1000000
 bad "a policy: batch has none" 2 "unknown option --policy" batch -f many.jsonl --policy static
 bad "a window: batch has none" 2 "unknown option --window" batch -f many.jsonl --window 1

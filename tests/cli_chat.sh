@@ -101,8 +101,20 @@ else fail "the system message first"; fi
 bad "a model without a template" 1 \
     "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
 bad "--no-thinking with a template without thinking" 1 \
-    "for the chat template qwen3; .* chatml, has no form for it" \
+    "for chat templates that know enable_thinking; this one, chatml, has no" \
     "$LLM" chat -m "$M" --template chatml --no-thinking
+echo '[{"role": "user", "content": "Hi <|im_end|>"}]' >messages.json
+echo '{{ messages[0].content }}|{{ tools is none }}' >own.jinja
+ok "a conversation as text" "^Hi <\|im_end\|>\|True$" \
+    "$LLM" tokenize -m "$M" --chat messages.json --template-file own.jinja --render
+ok "a conversation as ids" "^[0-9]+( [0-9]+)+$" \
+    "$LLM" tokenize -m "$M" --chat messages.json --template chatml
+bad "a template that does not exist" 1 "no chat template called 'x'" \
+    "$LLM" tokenize -m "$M" --chat messages.json --template x
+bad "--render without --chat" 2 "are for --chat" "$LLM" tokenize -m "$M" --render x
+echo '{{ nothing.x' >own.jinja
+bad "an error in a template" 1 "template_source: the chat template, line 1: " \
+    "$LLM" tokenize -m "$M" --chat messages.json --template-file own.jinja
 ok "the templates" "^mistral-v7$" "$LLM" chat --template help
 bad "an unknown template" 1 "chatml" "$LLM" chat -m "$M" --template chatlm
 

@@ -33,6 +33,8 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
+uint64_t emu_atomic_increments;
+
 namespace {
 
 /* ---- Coroutines ------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ constexpr size_t POISONED_BYTES = 4 << 20;
 
 /* ---- The running block ----------------------------------------------------------------------- */
 
-enum thread_state { FRESH, READY, AT_BARRIER, AT_WARP, ENDED };
+enum thread_state { FRESH, READY, AT_BARRIER, AT_WARP, AT_MBARRIER, ENDED };
 
 struct async_copy {
     void *to;
@@ -112,10 +114,35 @@ struct async_copy {
     bool valid;
 };
 
+struct mbarrier {
+    int count, pending;              /* arrivals per phase; those that this phase still needs */
+    int64_t bytes = 0;               /* bytes that the phase expects, less those copied */
+    int64_t phase = 0;               /* phases that have ended */
+    bool fenced = false;             /* the copy engine knows that it is initialized */
+    std::vector<async_copy> copies;  /* not yet delivered */
+    std::map<const void *, int64_t> seen; /* the last phase that each thread has waited for */
+};
+
+struct wgmma_operation {
+    float *d;
+    const uint32_t *a;   /* the registers */
+    uint32_t values[4];  /* their contents when the instruction was issued */
+    uint64_t b;          /* the descriptor */
+    int columns;
+    bool transposed;
+    const char *file;
+    int line;
+};
+
+struct wgmma_sums { /* sums that pending wgmmas change: the registers hold all ones meanwhile */
+    float *d;
+    std::vector<float> values;
+};
+
 struct touch { /* one thread's part of a load or store */
     const void *instruction;
     uintptr_t address;
-    uint32_t bytes;
+    uint32_t bytes, operations; /* calls of emulator_operation before it */
     bool store;
 };
 
@@ -127,13 +154,19 @@ struct thread {
     uint3 index;
     int lane, warp;
     emu::warp_operation operation; /* while AT_WARP */
-    const char *file;              /* while AT_BARRIER */
+    const char *file;              /* while AT_BARRIER or AT_MBARRIER */
     int line;
+    const void *at;                /* while AT_MBARRIER: the barrier */
     emu::block_kind barrier;
     int predicate;
     bool has_waited; /* the thread has called llm__wait_for_last */
+    uint32_t operations; /* calls of emulator_operation */
     std::vector<async_copy> copies; /* not yet delivered, oldest first */
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
+    bool wgmma_fenced;              /* no group has been committed since the last wgmma.fence */
+    std::vector<wgmma_operation> products; /* pending wgmmas, oldest first */
+    std::vector<size_t> product_groups;    /* ends of the committed groups in `products` */
+    std::vector<wgmma_sums> sums;
     std::vector<touch> touches;     /* its loads and stores in order, if an observer is set */
 };
 
@@ -230,11 +263,17 @@ struct device {
     std::recursive_mutex lock;
     /* settings */
     order arrangement;
-    size_t memory = (size_t)8 << 30, shared_limit = 99 * 1024;
+    size_t memory = (size_t)8 << 30, shared_limit = 99 * 1024; /* Hopper: 227 KB */
     int processors = 4, count = 1, capability = 80, driver = 13000;
     bool trap = false;
     bool failure_happened = false;
     long fail_allocation = -1, fail_launch = -1, lose_device = -1;
+    std::string corrupt; /* emulator_corrupt's name; "": none */
+    int corrupt_index = -1;
+    bool corrupt_nan = false;
+    uint64_t corrupted = 0;
+    std::vector<const void *> corruptible; /* the functions with that name */
+    bool in_graph = false;
     /* memory */
     std::map<uintptr_t, allocation> allocations;
     std::map<uintptr_t, size_t> pinned, registered;
@@ -273,6 +312,11 @@ struct device {
     size_t arena_bytes = 0, arena_used = 0, static_bytes = 0;
     size_t arena_touched = 0; /* end of the memory that the address sanitizer may allow */
     std::vector<shared_array> arrays;
+    std::map<const void *, mbarrier> mbarriers;
+    std::vector<char> async_view; /* dynamic shared memory as wgmma sees it; empty: not in use */
+    /* each warpgroup's wgmmas (descriptor and line); how many of them each warp has issued */
+    std::vector<std::vector<std::pair<uint64_t, int>>> issued;
+    std::vector<size_t> n_issued;
 
     device() {
         if (const char *text = getenv("LLM_EMU_ORDER")) emulator_order_text(text);
@@ -490,12 +534,24 @@ std::string where_waits(const thread &t) {
     if (t.state == ENDED) return "has ended";
     if (t.state == AT_BARRIER)
         return text("waits in __syncthreads at %s:%d", base_name(t.file), t.line);
+    if (t.state == AT_MBARRIER)
+        return text("waits at an mbarrier at %s:%d", base_name(t.file), t.line);
     return text("waits for its warp at %s:%d", base_name(t.operation.file), t.operation.line);
 }
 
 /* All threads wait and none can continue: report which thread waits where, and for what. */
 void report_deadlock() {
     device &d = gpu();
+    const thread *waits = nullptr; /* at an mbarrier; best at one that only lacks bytes */
+    for (const thread &t : d.threads)
+        if (t.state == AT_MBARRIER && (!waits || !d.mbarriers.at(t.at).pending)) waits = &t;
+    if (waits) {
+        const mbarrier &m = d.mbarriers.at(waits->at);
+        return set_fault(text("%s:%d: an mbarrier's phase never ends: it needs %d more arrivals "
+                              "and %lld more bytes, in ",
+                              base_name(waits->file), waits->line, m.pending, (long long)m.bytes) +
+                         describe(*waits));
+    }
     for (const thread &t : d.threads) {
         if (t.state != AT_WARP) continue;
         for (int lane = 0; lane < 32; lane++) {
@@ -548,6 +604,8 @@ void release_barrier() {
 /* ---- Shared memory --------------------------------------------------------------------------- */
 
 constexpr size_t GAP = 64; /* guarded bytes after each array */
+/* The address of the dynamic shared memory: on a GPU it is a multiple of 16, not of 1024. */
+constexpr size_t SHARED_START = 1024 + 16;
 
 void arena_begin(size_t dynamic_bytes) {
     device &d = gpu();
@@ -556,9 +614,10 @@ void arena_begin(size_t dynamic_bytes) {
         d.arena = (char *)mmap(nullptr, d.arena_bytes, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (d.arena == MAP_FAILED) abort();
+        d.arena += SHARED_START, d.arena_bytes -= SHARED_START;
         d.arena_touched = d.arena_bytes;
     }
-    d.arrays.clear();
+    d.arrays.clear(), d.mbarriers.clear(), d.async_view.clear();
     d.static_bytes = 0;
     size_t dynamic_end = (dynamic_bytes + 15) / 16 * 16;
 #ifdef EMU_ASAN
@@ -618,7 +677,8 @@ void note_touch(const void *address, size_t bytes, bool store, const void *instr
         --next;
         if ((uintptr_t)address - next->first >= next->second.bytes) return;
     }
-    d.current->touches.push_back({instruction, (uintptr_t)address, (uint32_t)bytes, store});
+    d.current->touches.push_back(
+        {instruction, (uintptr_t)address, (uint32_t)bytes, d.current->operations, store});
 }
 
 /* Count an access's sectors and lines, and the distinct bytes of its lanes. */
@@ -699,6 +759,7 @@ void show_accesses(const emu::launch &l) {
                     a.block_index[2] = blockIdx.z;
                     a.warp = (uint32_t)(base / 32);
                     a.instruction = t.instruction, a.store = t.store, a.bytes = t.bytes;
+                    a.operations = t.operations;
                     a.shared = in_arena((const void *)t.address, 1);
                     name_memory(&a, t.address);
                     list.push_back(a);
@@ -716,6 +777,23 @@ void show_accesses(const emu::launch &l) {
     }
 }
 
+/* At the end of a block: nothing is on its way, and all warps of a warpgroup have issued the same
+ * wgmmas. */
+void async_check() {
+    device &d = gpu();
+    for (auto &m : d.mbarriers)
+        if (!m.second.copies.empty()) set_fault("a block ends before its bulk copies");
+    for (const thread &t : d.threads)
+        if (!t.products.empty())
+            return set_fault(text("%s:%d: a block ends before its wgmma, in ",
+                                  base_name(t.products[0].file), t.products[0].line) +
+                             describe(t));
+    for (size_t warp = 0; warp < 4 * d.issued.size(); warp++)
+        if (d.issued[warp / 4].size() != (warp < d.n_issued.size() ? d.n_issued[warp] : 0))
+            return set_fault(text("warp %zu is missing from a wgmma at line %d", warp,
+                                  d.issued[warp / 4].back().second));
+}
+
 /* ---- A launch -------------------------------------------------------------------------------- */
 
 void run_block(const emu::launch &l) {
@@ -729,12 +807,15 @@ void run_block(const emu::launch &l) {
         thread &t = d.threads[i];
         t.state = FRESH;
         t.has_waited = false;
+        t.operations = 0;
         t.stack = nullptr;
         t.index = {(unsigned)(i % l.block.x), (unsigned)(i / l.block.x % l.block.y),
                    (unsigned)(i / l.block.x / l.block.y)};
         t.lane = (int)(i % 32), t.warp = (int)(i / 32);
         t.copies.clear(), t.groups.clear(), t.touches.clear();
+        t.wgmma_fenced = false, t.products.clear(), t.product_groups.clear(), t.sums.clear();
     }
+    d.issued.assign((n + 127) / 128, {}), d.n_issued.assign((n + 31) / 32, 0);
     std::vector<int> warps((n + 31) / 32);
     d.lanes.resize(32);
     observing = d.observer != nullptr;
@@ -765,8 +846,15 @@ void run_block(const emu::launch &l) {
         else report_deadlock();
     }
     observing = false;
+    if (!d.faulty) async_check();
     if (!d.faulty) arena_check(l.shared_bytes);
     if (!d.faulty && d.observer) show_accesses(l);
+    for (size_t i = 0; i < n; i += 32) {
+        uint32_t most = 0;
+        for (size_t k = i; k < std::min(i + 32, n); k++)
+            most = std::max(most, d.threads[k].operations);
+        d.counts.arithmetic += most;
+    }
     for (thread &t : d.threads) give_stack(t);
     d.counts.blocks++;
     d.counts.threads += n;
@@ -774,8 +862,44 @@ void run_block(const emu::launch &l) {
 
 void check_gaps();
 
+/* Whether emulator_corrupt selects this kernel. */
+bool to_corrupt(const emu::launch &l) {
+    device &d = gpu();
+    if (d.corrupt == "graph") return d.in_graph;
+    if (d.corrupt == "atomicInc") return true; /* see run_launch */
+    if (d.corrupt.empty() || !strstr(l.name, d.corrupt.c_str())) return false;
+    auto found = std::find(d.corruptible.begin(), d.corruptible.end(), l.function);
+    int index = (int)(found - d.corruptible.begin());
+    if (found == d.corruptible.end()) d.corruptible.push_back(l.function);
+    return d.corrupt_index < 0 || index == d.corrupt_index;
+}
+
+/* Change one word in each allocation that differs from its earlier content: the last one for
+ * "atomicInc", otherwise one in the middle. */
+void corrupt_changes(const std::vector<std::vector<char>> &before) {
+    bool last = gpu().corrupt == "atomicInc";
+    size_t i = 0;
+    for (auto &a : gpu().allocations) {
+        std::vector<size_t> changed;
+        for (size_t at = 0; at + 4 <= before[i].size(); at += 4)
+            if (memcmp(before[i].data() + at, (const char *)a.first + at, 4)) changed.push_back(at);
+        if (changed.empty() && ++i) continue;
+        size_t at = last ? changed.back() : changed[changed.size() / 2];
+        uint32_t *word = (uint32_t *)(a.first + at);
+        *word = gpu().corrupt_nan ? 0xffffffff : *word ^ 0x00400000;
+        i++;
+    }
+    gpu().corrupted++;
+}
+
 void run_launch(const emu::launch &l) {
     device &d = gpu();
+    bool corrupt = to_corrupt(l);
+    uint64_t increments = emu_atomic_increments;
+    std::vector<std::vector<char>> before;
+    if (corrupt)
+        for (auto &a : d.allocations)
+            before.emplace_back((const char *)a.first, (const char *)a.first + a.second.bytes);
     d.counts.launches++;
     d.launch = &l;
     d.faulty = false;
@@ -795,6 +919,8 @@ void run_launch(const emu::launch &l) {
         run_block(l);
     }
     if (!d.faulty) check_gaps();
+    if (corrupt && (d.corrupt != "atomicInc" || emu_atomic_increments > increments))
+        corrupt_changes(before);
     d.launch = nullptr;
     if (d.faulty) d.lost = cudaErrorLaunchFailure;
     d.faulty = false;
@@ -853,7 +979,9 @@ void *emu::dynamic_shared() { return gpu().arena; }
 
 size_t emu::dynamic_shared_bytes() { return gpu().launch ? gpu().launch->shared_bytes : 0; }
 
-size_t __cvta_generic_to_shared(const void *p) { return (size_t)((const char *)p - gpu().arena); }
+size_t __cvta_generic_to_shared(const void *p) {
+    return (size_t)((const char *)p - gpu().arena) + SHARED_START;
+}
 
 long long clock64() { return (long long)(seconds_now() * 1e9); }
 
@@ -989,6 +1117,117 @@ unsigned reduce(emu::warp_kind kind, unsigned x, unsigned y) {
     }
 }
 
+/* ---- wgmma: one warp's 16 of 64 rows ---- */
+
+/* The two bytes of B in row k and column n: chapter "Asynchronous Warpgroup Level Matrix Shared
+ * Memory Layout" of the PTX ISA, with the 128-byte swizzle. Each 1024 bytes hold 8 columns of 64
+ * rows (transposed: 8 rows of 64 columns), 128 bytes each, whose 16-byte pieces change places. */
+size_t wgmma_address(uint64_t descriptor, bool transposed, int n, int k) {
+    size_t start = (size_t)(descriptor & 0x3fff) << 4,
+           leading = (size_t)(descriptor >> 16 & 0x3fff) << 4,
+           stride = (size_t)(descriptor >> 32 & 0x3fff) << 4;
+    size_t at = transposed ? start + (size_t)(n / 64) * leading + (size_t)(k / 8) * stride +
+                                 (size_t)(k % 8 * 128 + n % 64 * 2)
+                           : start + (size_t)(n / 8) * stride + (size_t)(n % 8 * 128 + k * 2);
+    return at ^ (at >> 7 & 7) << 4;
+}
+
+bool wgmma_fault(const thread &t, const wgmma_operation &o, const char *what) {
+    set_fault(text("%s:%d: %s, in ", base_name(o.file), o.line, what) + describe(t));
+    return false;
+}
+
+/* Read B (16, columns). What threads wrote must have passed a fence. */
+bool wgmma_read(const thread &t, const wgmma_operation &o, std::vector<float> &b) {
+    device &d = gpu();
+    if (o.b >> 62 != 1 || (o.b >> 49 & 7) || (o.b << 4 & 1023) >= 128)
+        return wgmma_fault(t, o, "a descriptor without the 128-byte swizzle, or whose matrix does "
+                                 "not start at a multiple of 1024 bytes");
+    b.resize(16 * (size_t)o.columns);
+    for (int k = 0; k < 16; k++)
+        for (int n = 0; n < o.columns; n++) {
+            size_t at = wgmma_address(o.b, o.transposed, n, k) - SHARED_START;
+            if (at + 2 > d.launch->shared_bytes)
+                return wgmma_fault(t, o, "wgmma reads outside of the dynamic shared memory");
+            if (d.async_view.empty() || memcmp(d.arena + at, &d.async_view[at], 2))
+                return wgmma_fault(t, o, "wgmma reads shared memory that threads wrote without "
+                                         "fence.proxy.async");
+            b[(size_t)(k * o.columns + n)] = emu::from_f16(half_at(d.arena + at, 0));
+        }
+    return true;
+}
+
+/* D's fragments are those of mma.m16n8k16, side by side. */
+bool wgmma_run(thread *const lanes[32], size_t index) {
+    const wgmma_operation &o = lanes[0]->products[index];
+    std::vector<float> b, d(16 * (size_t)o.columns);
+    float a[16][16];
+    if (!wgmma_read(*lanes[0], o, b)) return false;
+    for (int lane = 0; lane < 32; lane++) {
+        const wgmma_operation &own = lanes[lane]->products[index];
+        if (own.b != o.b || own.line != o.line || own.columns != o.columns)
+            return wgmma_fault(*lanes[lane], own, "the lanes of a warp issue different wgmmas");
+        if (memcmp(own.values, own.a, sizeof own.values))
+            return wgmma_fault(*lanes[lane], own, "a register of A is written before the wait");
+        for (int i = 0; i < 8; i++)
+            a[lane / 4 + (i & 2 ? 8 : 0)][2 * (lane % 4) + i % 2 + (i >= 4 ? 8 : 0)] =
+                emu::from_f16(half_at(own.values, i));
+    }
+    auto each = [&](auto move) { /* move(a sum of a lane, its place in d) */
+        for (int lane = 0; lane < 32; lane++)
+            for (wgmma_sums &s : lanes[lane]->sums)
+                for (int i = 0; i < o.columns / 2 && s.d == lanes[lane]->products[index].d; i++)
+                    move(s.values[(size_t)i], d[(size_t)((lane / 4 + (i & 2 ? 8 : 0)) * o.columns +
+                                                         i / 4 * 8 + 2 * (lane % 4) + i % 2)]);
+    };
+    each([](float &value, float &place) { place = value; });
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++)
+            for (int n = 0; n < o.columns; n++)
+                d[(size_t)(row * o.columns + n)] += a[row][k] * b[(size_t)(k * o.columns + n)];
+    each([](float &value, float &place) { value = place; });
+    gpu().counts.matrix_products++;
+    return true;
+}
+
+/* Run the pending wgmmas of a warp, but for the last `left` groups. Sums that no pending wgmma
+ * changes return to their registers. */
+bool wgmma_wait(thread *const lanes[32], size_t left) {
+    size_t groups = lanes[0]->product_groups.size();
+    for (int lane = 0; lane < 32; lane++)
+        if (lanes[lane]->product_groups != lanes[0]->product_groups)
+            return wgmma_fault(*lanes[lane], lanes[lane]->products[0],
+                               "the lanes of a warp issue different wgmmas");
+    if (groups <= left) return true;
+    size_t end = lanes[0]->product_groups[groups - left - 1];
+    for (size_t i = 0; i < end; i++)
+        if (!wgmma_run(lanes, i)) return false;
+    for (int lane = 0; lane < 32; lane++) {
+        thread &t = *lanes[lane];
+        wgmma_operation last = t.products[end - 1];
+        t.products.erase(t.products.begin(), t.products.begin() + (ptrdiff_t)end);
+        t.product_groups.erase(t.product_groups.begin(),
+                               t.product_groups.begin() + (ptrdiff_t)(groups - left));
+        for (size_t &g : t.product_groups) g -= end;
+        for (size_t i = 0; i < t.sums.size();) {
+            wgmma_sums &s = t.sums[i];
+            size_t bytes = s.values.size() * sizeof(float);
+            for (size_t j = 0; j < bytes; j++)
+                if (((unsigned char *)s.d)[j] != POISON)
+                    return wgmma_fault(t, last, "a sum is written before the wait");
+            bool busy = false;
+            for (const wgmma_operation &o : t.products) busy = busy || o.d == s.d;
+            if (busy) {
+                i++;
+                continue;
+            }
+            memcpy(s.d, s.values.data(), bytes);
+            t.sums.erase(t.sums.begin() + (ptrdiff_t)i);
+        }
+    }
+    return true;
+}
+
 /* All lanes of the mask have reached the operation: perform it. */
 bool perform(thread *const lanes[32], const emu::warp_operation &o) {
     unsigned mask = o.mask, combined = 0;
@@ -1002,6 +1241,7 @@ bool perform(thread *const lanes[32], const emu::warp_operation &o) {
     case emu::MMA_F16: mma_16(lanes, emu::from_f16); break;
     case emu::MMA_BF16: mma_16(lanes, emu::from_bf16); break;
     case emu::MMA_S8: mma_s8(lanes); break;
+    case emu::WGMMA_WAIT: return wgmma_wait(lanes, (size_t)o.lane);
     case emu::LDMATRIX_1:
     case emu::LDMATRIX_1_TRANS: return ldmatrix(lanes, 1, o.kind == emu::LDMATRIX_1_TRANS);
     case emu::LDMATRIX_2:
@@ -1108,6 +1348,139 @@ void emu::copy_wait(int groups_left) {
     t->copies.erase(t->copies.begin(), t->copies.begin() + (ptrdiff_t)end);
     t->groups.erase(t->groups.begin(), t->groups.begin() + (ptrdiff_t)done);
     for (size_t &g : t->groups) g -= end;
+}
+
+/* ---- Hopper: mbarriers, bulk copies, wgmma --------------------------------------------------- */
+
+namespace {
+
+/* End the phase if all threads have arrived and all bytes have been copied. Copies are delivered as
+ * late as possible: when a thread waits for them. */
+void mbarrier_advance(const void *address, mbarrier &m, bool waited_for) {
+    device &d = gpu();
+    for (const thread &t : d.threads)
+        waited_for = waited_for || (t.state == AT_MBARRIER && t.at == address);
+    if (m.pending) return;
+    if (waited_for) {
+        for (const async_copy &c : m.copies) {
+            memcpy(c.to, c.from, c.bytes);
+            memcpy(&d.async_view[(size_t)((char *)c.to - d.arena)], c.from, c.bytes);
+            m.bytes -= (int64_t)c.bytes;
+        }
+        m.copies.clear();
+    }
+    if (m.bytes || !m.copies.empty()) return;
+    m.phase++, m.pending = m.count;
+    for (thread &t : d.threads)
+        if (t.state == AT_MBARRIER && t.at == address) t.state = READY;
+}
+
+mbarrier &mbarrier_at(const uint64_t *address, const char *file, int line) {
+    auto found = gpu().mbarriers.find(address);
+    if (found == gpu().mbarriers.end()) thread_fault(file, line, "an mbarrier is not initialized");
+    return found->second;
+}
+
+/* From now on, differences between shared memory and its asynchronous view are noticed. */
+void async_begin() {
+    device &d = gpu();
+    if (d.async_view.empty()) d.async_view.assign(d.launch->shared_bytes, (char)POISON);
+}
+
+} // namespace
+
+void emu::mbarrier_init(uint64_t *address, int count, const char *file, int line) {
+    if (!in_arena(address, 8) || (uintptr_t)address % 8 || count < 1)
+        thread_fault(file, line, "an mbarrier is 8 aligned bytes of shared memory");
+    mbarrier m;
+    m.count = m.pending = count;
+    gpu().mbarriers[address] = m;
+}
+
+void emu::mbarrier_arrive(uint64_t *address, uint32_t bytes, const char *file, int line) {
+    mbarrier &m = mbarrier_at(address, file, line);
+    if (!m.pending) mbarrier_advance(address, m, true);
+    if (!m.pending) thread_fault(file, line, "more threads arrive at an mbarrier than its count");
+    m.bytes += bytes, m.pending--;
+    mbarrier_advance(address, m, false);
+}
+
+void emu::mbarrier_wait(uint64_t *address, unsigned parity, const char *file, int line) {
+    thread *t = gpu().current;
+    mbarrier &m = mbarrier_at(address, file, line);
+    /* the phase that the thread waits for: the current one, or the last one that ended */
+    int64_t phase = (m.phase & 1) == (int64_t)parity ? m.phase : m.phase - 1;
+    auto seen = m.seen.find(t);
+    if (phase != (seen == m.seen.end() ? phase < 0 ? -1 : 0 : seen->second + 1))
+        thread_fault(file, line, "a thread waits for phase %lld of an mbarrier, out of turn",
+                     (long long)phase);
+    m.seen[t] = phase;
+    mbarrier_advance(address, m, phase == m.phase);
+    while (phase >= m.phase) {
+        t->state = AT_MBARRIER;
+        t->at = address, t->file = file, t->line = line;
+        wait_here();
+    }
+}
+
+void emu::copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *address,
+                    const char *file, int line) {
+    device &d = gpu();
+    mbarrier &m = mbarrier_at(address, file, line);
+    if (!m.fenced)
+        thread_fault(file, line, "no fence.proxy.async after the initialization of an mbarrier");
+    if (!in_arena(shared, bytes) || (char *)shared + bytes > d.arena + d.launch->shared_bytes)
+        thread_fault(file, line, "a bulk copy writes outside of the dynamic shared memory");
+    if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16 || !bytes)
+        thread_fault(file, line, "a bulk copy's addresses and size must be multiples of 16 bytes");
+    async_begin();
+    if (observing) {
+        note_touch(global, bytes, false, __builtin_return_address(0));
+        note_touch(shared, bytes, true, __builtin_return_address(0));
+    }
+    memset(shared, POISON, bytes);
+    memset(&d.async_view[(size_t)((char *)shared - d.arena)], POISON, bytes);
+    m.copies.push_back({shared, global, bytes, true});
+    mbarrier_advance(address, m, false);
+}
+
+/* A real fence covers what this thread wrote, or what it knows of through barriers; here it covers
+ * everything so far. */
+void emu::fence_async() {
+    device &d = gpu();
+    async_begin();
+    if (!d.async_view.empty()) memcpy(&d.async_view[0], d.arena, d.async_view.size());
+    for (auto &m : d.mbarriers) m.second.fenced = true;
+}
+
+void emu::wgmma_fence() { gpu().current->wgmma_fenced = true; }
+
+void emu::wgmma_commit() {
+    thread *t = gpu().current;
+    t->wgmma_fenced = false;
+    t->product_groups.push_back(t->products.size());
+}
+
+void emu::wgmma(float *sums, const uint32_t a[4], uint64_t b, int columns, bool transposed,
+                const char *file, int line) {
+    device &d = gpu();
+    thread *t = d.current;
+    if (!t->wgmma_fenced)
+        thread_fault(file, line, "no wgmma.fence since the last group of wgmmas");
+    if (t->lane == 0) {
+        auto &log = d.issued[(size_t)t->warp / 4];
+        size_t i = d.n_issued[(size_t)t->warp]++;
+        if (i == log.size()) log.push_back({b, line});
+        if (log[i] != std::make_pair(b, line))
+            thread_fault(file, line, "the warps of a warpgroup issue different wgmmas");
+    }
+    size_t n = (size_t)columns / 2, i = 0;
+    while (i < t->sums.size() && t->sums[i].d != sums) i++;
+    if (i == t->sums.size()) {
+        t->sums.push_back({sums, std::vector<float>(sums, sums + n)});
+        memset((void *)sums, POISON, n * sizeof(float));
+    }
+    t->products.push_back({sums, a, {a[0], a[1], a[2], a[3]}, b, columns, transposed, file, line});
 }
 
 /* ---- Memory ---------------------------------------------------------------------------------- */
@@ -1339,7 +1712,9 @@ void run(const operation &o) {
     if (d.lost) return;
     if (o.kind == operation::GRAPH) {
         d.counts.graph_launches++;
+        d.in_graph = true;
         for (const operation &node : *o.graph) run(node);
+        d.in_graph = false;
         return;
     }
     if (o.kind == operation::HOST) return o.host(o.user);
@@ -1709,6 +2084,7 @@ cudaError_t emu::get_attributes(cudaFuncAttributes *attributes, const void *func
     if (cudaError_t error = usable()) return error;
     *attributes = {};
     attributes->maxThreadsPerBlock = 1024;
+    attributes->sharedSizeBytes = 16; /* unknown before a launch: anything but 0 */
     attributes->binaryVersion = attributes->ptxVersion = gpu().capability;
     auto limit = gpu().dynamic_limit.find(function);
     attributes->maxDynamicSharedSizeBytes =
@@ -1857,6 +2233,8 @@ void emulator_memory(size_t bytes) {
 void emulator_devices(int count, int compute_capability, int driver_version) {
     guard hold(gpu().lock);
     gpu().count = count, gpu().capability = compute_capability, gpu().driver = driver_version;
+    if (!getenv("LLM_EMU_SHARED"))
+        gpu().shared_limit = (compute_capability == 90 ? 227 : 99) * 1024;
 }
 void emulator_fail_allocation(long n) {
     guard hold(gpu().lock);
@@ -1871,6 +2249,13 @@ void emulator_lose_device(long n) {
     gpu().lose_device = n, gpu().failure_happened = false;
 }
 bool emulator_failed(void) { return gpu().failure_happened; }
+void emulator_corrupt(const char *name, int index, bool nan) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    d.corrupt = name ? name : "", d.corrupt_index = index, d.corrupt_nan = nan;
+    d.corrupted = 0, d.corruptible.clear();
+}
+uint64_t emulator_corrupted(void) { return gpu().corrupted; }
 const char *emulator_fault(void) { return gpu().fault.c_str(); }
 void emulator_recover(void) {
     guard hold(gpu().lock);
@@ -1888,6 +2273,7 @@ emulator_counts emulator_counted(void) {
     c.live_pinned = d.pinned.size() + d.registered.size();
     return c;
 }
+void emulator_operation(void) { gpu().current->operations++; }
 void emulator_observe(emulator_observer observer, void *user) {
     guard hold(gpu().lock);
     gpu().observer = observer, gpu().observer_data = user;

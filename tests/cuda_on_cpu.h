@@ -14,8 +14,12 @@
  *   - Shared memory is all ones (NaN, -1) when a block starts, with a guarded gap after each array.
  *     Global memory is all ones after cudaMalloc. The address sanitizer detects every access
  *     outside of either, and any access of the host to device memory.
- *   - A cp.async writes its data at the wait that covers it. Until then the destination holds all
- *     ones.
+ *   - A cp.async writes its data at the wait that covers it, a bulk copy when a thread waits at its
+ *     mbarrier. Until then the destination holds all ones. So do the sums of a wgmma, which runs at
+ *     its wait.
+ *   - It is a fault if a thread waits for an mbarrier's phase out of turn, or for other bytes than
+ *     are copied; if wgmma reads what threads wrote without a fence; and if the warps of a
+ *     warpgroup issue different wgmmas.
  *   - Work queued on a stream runs only when the host waits for it, so a missing wait shows.
  *
  * After a fault the device is lost, as a GPU would be: every call gives cudaErrorLaunchFailure,
@@ -357,13 +361,13 @@ enum warp_kind {
     SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_XOR, BALLOT, MATCH_ANY, MATCH_ALL, REDUCE_ADD,
     REDUCE_MIN, REDUCE_MAX, REDUCE_MIN_SIGNED, REDUCE_MAX_SIGNED, REDUCE_AND, REDUCE_OR,
     REDUCE_XOR, LDMATRIX_1, LDMATRIX_2, LDMATRIX_4, LDMATRIX_1_TRANS, LDMATRIX_2_TRANS,
-    LDMATRIX_4_TRANS, MMA_F16, MMA_BF16, MMA_S8
+    LDMATRIX_4_TRANS, MMA_F16, MMA_BF16, MMA_S8, WGMMA_WAIT
 };
 /* one lane's part in a warp operation, and the place for its result */
 struct warp_operation {
     warp_kind kind;
     unsigned mask;
-    int lane, width;      /* shuffle: the lane to read, or the distance */
+    int lane, width;      /* shuffle: the lane to read, or the distance; wait: groups left */
     size_t bytes;         /* size of a shuffled value */
     const void *in, *in2;
     void *out;
@@ -537,20 +541,49 @@ inline void llm__cp_async_4(void *shared, const void *global, bool valid = true,
 inline void llm__cp_async_commit() { emu::copy_commit(); }
 template <int N> inline void llm__cp_async_wait() { emu::copy_wait(N); }
 
-/* Any function of three bits, applied to 32 bits at once; bit (4 a + 2 b + c) of the table is the
- * result. */
-template <int table> inline uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t r = 0;
-    if (table & 0x80) r |= a & b & c;
-    if (table & 0x40) r |= a & b & ~c;
-    if (table & 0x20) r |= a & ~b & c;
-    if (table & 0x10) r |= a & ~b & ~c;
-    if (table & 0x08) r |= ~a & b & c;
-    if (table & 0x04) r |= ~a & b & ~c;
-    if (table & 0x02) r |= ~a & ~b & c;
-    if (table & 0x01) r |= ~a & ~b & ~c;
-    return r;
+namespace emu {
+void mbarrier_init(uint64_t *barrier, int count, const char *file, int line);
+void mbarrier_arrive(uint64_t *barrier, uint32_t bytes, const char *file, int line);
+void mbarrier_wait(uint64_t *barrier, unsigned parity, const char *file, int line);
+void copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier,
+               const char *file, int line);
+void fence_async();
+void wgmma(float *d, const uint32_t a[4], uint64_t b, int columns, bool transposed,
+           const char *file, int line);
+void wgmma_fence();
+void wgmma_commit();
+} // namespace emu
+/* A phase of an mbarrier ends when `count` threads have arrived and all bytes that they expect have
+ * been copied; phases have parity 0, 1, 0, ... */
+inline void llm__mbarrier_init(uint64_t *barrier, int count, EMU_HERE) {
+    emu::mbarrier_init(barrier, count, file, line);
 }
+inline void llm__mbarrier_arrive(uint64_t *barrier, uint32_t bytes = 0, EMU_HERE) {
+    emu::mbarrier_arrive(barrier, bytes, file, line);
+}
+inline void llm__mbarrier_wait(uint64_t *barrier, int parity, EMU_HERE) {
+    emu::mbarrier_wait(barrier, (unsigned)parity, file, line);
+}
+/* Copy from global to shared memory at any time before the barrier's phase ends. */
+inline void llm__copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier,
+                           EMU_HERE) {
+    emu::copy_bulk(shared, global, bytes, barrier, file, line);
+}
+inline void llm__fence_async() { emu::fence_async(); }
+/* d (64, 128) += a (64, 16), in registers, times b (16, 128), in shared memory, at any time before
+ * the wait that covers it. */
+template <int transposed>
+inline void llm__wgmma_m64n128k16(float *d, const uint32_t a[4], uint64_t b, EMU_HERE) {
+    emu::wgmma(d, a, b, 128, transposed, file, line);
+}
+/* On a GPU, the arguments are registers that the compiler must have ready. */
+template <class A> inline void llm__wgmma_fence(A &) { emu::wgmma_fence(); }
+inline void llm__wgmma_commit() { emu::wgmma_commit(); }
+template <int N, class Sums> inline void llm__wgmma_wait(Sums &, EMU_HERE) {
+    emu::run_warp_operation({emu::WGMMA_WAIT, 0xffffffffu, N, 32, 0, 0, 0, 0, file, line});
+}
+
+inline uint32_t llm__and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 /* Four of the eight bytes of b:a, selected by the selector's nibbles (bit 3: replicate the byte's
  * sign). */
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -564,12 +597,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     }
     return r;
 }
-inline uint32_t llm__prmt(uint32_t a, uint32_t b, uint32_t selector) {
-    return __byte_perm(a, b, selector);
-}
+template <class T> inline T llm__keep(T x) { return x; }
 
 /* ---- Atomics: the threads take turns, so plain code is atomic -------------------------------- */
 
+extern uint64_t emu_atomic_increments; /* calls of atomicInc so far */
 template <class T> inline T emu_exchange(T *p, T value) {
     T old = *p;
     *p = value;
@@ -599,6 +631,7 @@ template <class T, class C, class V> inline T atomicCAS(T *p, C compare, V v) {
     return emu_exchange(p, *p == (T)compare ? (T)v : *p);
 }
 inline unsigned atomicInc(unsigned *p, unsigned last) {
+    emu_atomic_increments++;
     return emu_exchange(p, *p >= last ? 0u : *p + 1);
 }
 
@@ -724,6 +757,7 @@ template <class T> inline void __stcs(T *p, T value) { *p = value; }
 template <class T> inline void __stwb(T *p, T value) { *p = value; }
 template <class T> inline void __stwt(T *p, T value) { *p = value; }
 size_t __cvta_generic_to_shared(const void *p); /* the offset in the block's shared memory */
+inline uint32_t llm__shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 long long clock64();
 void __trap(EMU_HERE);
 inline void __nanosleep(unsigned) {}

@@ -14,6 +14,13 @@ llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err) __
 llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err)
     __attribute__((weak));
 bool emulator_order(const char *order) __attribute__((weak));
+void emulator_devices(int count, int compute_capability, int driver) __attribute__((weak));
+
+/* LLM_TEST_ONLY=test_layer: run only the tests of this name (a pattern with * and ?). */
+static __attribute__((constructor)) void choose_tests(void) {
+    const char *only = getenv("LLM_TEST_ONLY");
+    if (only && *only) cmocka_set_test_filter(only);
+}
 
 /* The requested device, or `otherwise` if none was requested. */
 static __attribute__((unused)) const char *device_name(const char *otherwise) {
@@ -26,15 +33,17 @@ static __attribute__((unused)) bool device_is_gpu(const char *name) {
 }
 
 /* Open a backend of that device. If there is none, the test fails. options (NULL: defaults) apply
- * to a GPU. */
+ * to a GPU, which uses all kernels, proved or not. */
 static __attribute__((unused)) llm_backend *device_open(const char *name,
                                                         const llm_gpu_options *options) {
     llm_error err;
     llm_backend *b = NULL;
+    llm_gpu_options o = options ? *options : llm_gpu_defaults();
+    o.trust = true;
     if (!strcmp(name, "cpu")) b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
     else if (!strcmp(name, "emulated") && llm_emulated_backend)
-        b = llm_emulated_backend(options, &err);
-    else if (!strcmp(name, "cuda") && llm_cuda_backend) b = llm_cuda_backend(options, &err);
+        b = llm_emulated_backend(&o, &err);
+    else if (!strcmp(name, "cuda") && llm_cuda_backend) b = llm_cuda_backend(&o, &err);
     else fail_msg("this test knows no device \"%s\", or was built without it", name);
     if (!b) fail_msg("%s: %s", name, err.message);
     return b;
@@ -47,6 +56,11 @@ static __attribute__((unused)) int device_orders(const char *name) {
 static __attribute__((unused)) void device_set_order(const char *name, int i) {
     static const char *const orders[] = {"forward", "reverse", "random:7", "random:8"};
     if (!strcmp(name, "emulated")) assert_true(emulator_order(orders[i]));
+}
+
+/* Make the emulated device a GPU of this compute capability: 80, the default, or 90. */
+static __attribute__((unused)) void device_set_capability(const char *name, int capability) {
+    if (!strcmp(name, "emulated")) emulator_devices(1, capability, 13000);
 }
 
 /* The process's GPU, used by every engine that does not name a backend. It is deterministic: a

@@ -28,7 +28,7 @@ has_parts() { # PAGE
 check 'quotes, links, symbols, commands and options of the book' sh docs/make.sh check
 check 'README.md: at most 100 lines' awk 'END { exit NR > 100 }' README.md
 for page in README.md docs/features.md docs/command.md docs/models.md docs/types.md docs/text.md \
-    docs/bench.md models/README.md models/SOURCES.md; do
+    docs/bench.md docs/gpu.md models/README.md models/SOURCES.md; do
     check "$page: at most 100 columns, except in tables, quoted text and code" env LC_ALL=C awk '
         /^```/ { code = !code } code || /^ *\|/ || /^>/ { next }
         { line = $0; gsub(/[\200-\277]/, "", line) }
@@ -51,8 +51,10 @@ for lesson in docs/[0-9]*.c; do
         /^<!-- run/ { getline; shown = 1; next } shown && /^```/ { shown = 0 }
         shown { gsub(/[\200-\277]/, ""); if (length > 80) { print; bad = 1 } } END { exit bad }' \
             "$page.md"
-    check "$page.png: exists, and is below 65 kB" test \
-        "$(wc -c <"$page.png" 2>/dev/null || echo 99999)" -lt 65000
+    check "$page.svg: exists, in light and dark, and is below 65 kB" awk '
+        { bytes += length + 1 } /<svg / { svg = 1 } /prefers-color-scheme:dark/ { dark = 1 }
+        /^<.svg>$/ { end = 1 } END { exit !(svg && dark && end && bytes < 65000) }' "$page.svg"
+    check "$page.md: shows $page.svg" grep -q "](${page#docs/}.svg)" "$page.md"
     # exit in a rule also runs END
     check "$page.md: shows output" awk '
         /^<!-- run/ { getline; if (!/^```/) empty = 1; getline; if (/^```/) empty = 1; found = 1 }
@@ -66,7 +68,8 @@ for mistake in '09-prefix s/<!-- quote llm.h llm__table_match/<!-- quote llm.h l
     '09-prefix s/`llm__table_match`/`llm__table_mutch`/' \
     '13-tokens s/`tokens_by_hand`/`tokens_by_feet`/' \
     '04-attention s/`[*]total [*]= shrink;`/`*total *= shrank;`/' \
-    'models s/](types.md)/](tipes.md)/' 'command s/tokenize --pieces/tokenize --pisces/'; do
+    'talk/slides s/memory --card/memory --cart/' 'models s/](types.md)/](tipes.md)/' \
+    'command s/tokenize --pieces/tokenize --pisces/'; do
     page=${mistake%% *}.md
     mkdir -p "$work/docs"
     cp -r docs/. "$work/docs/"
@@ -79,6 +82,26 @@ for mistake in '09-prefix s/<!-- quote llm.h llm__table_match/<!-- quote llm.h l
         no "the mistake is not found: $mistake"
     else ok; fi
 done
+
+# So must the check of the web pages. write: the page is made again, but must not be good.
+if command -v cmark-gfm >/dev/null; then
+    for mistake in 'check 09-prefix.md s/The problem/The problems/' \
+        'check talk/slides.md s/Tell a story/Sell a story/' 'check frame.html s/Contents/Content/' \
+        'write 09-prefix.md s/](09-prefix.c)/](09-prefux.c)/' \
+        'write bench.md s/](#another-/](#no-other-/' \
+        'write talk/slides.md s/(..\/03-kv.md)/(..\/04-kv.md)/' \
+        'write README.md s/](features.md)/](types.md)/'; do
+        page=${mistake#* } page=${page%% *}
+        cp -r docs/. "$work/docs/"
+        sed "${mistake#* * }" "docs/$page" >"$work/docs/$page"
+        if cmp -s "docs/$page" "$work/docs/$page"; then no "the mistake changes nothing: $mistake"
+        elif (cd "$work" && sh docs/html.sh "${mistake%% *}") >"$work/log" 2>&1; then
+            no "the mistake is not found: $mistake"
+        else ok; fi
+    done
+    cp -r docs/. "$work/docs/"
+    check 'without a mistake, the web pages are good' sh "$work/docs/html.sh" check
+else skip 'docs/index.html, the book as a web page: cmark-gfm is not installed'; fi
 
 openmp=
 cc=${CC:-cc}

@@ -1,5 +1,5 @@
 /* emulator.h - controls of the emulated GPU (cuda_on_cpu.h) for tests, beyond CUDA's own functions:
- * its memory size, failures to inject, and the last kernel's fault. Plain C,  so that the engine's
+ * its memory size, failures to inject, and the last kernel's fault. Plain C, so that the engine's
  * tests can include it. */
 #ifndef EMULATOR_H
 #define EMULATOR_H
@@ -29,6 +29,13 @@ void emulator_fail_launch(long n); /* a kernel: cudaGetLastError reports it; the
 void emulator_lose_device(long n); /* lose the device after n more operations of its streams */
 bool emulator_failed(void);        /* whether the failure has happened */
 
+/* Simulate a wrong kernel: after each of its launches, change one number (or make it a NaN) in each
+ * allocation that it has written. The kernels whose names contain `name` are counted in the order
+ * of their first launches (each instance of a template counts), and `index` is one of them; -1:
+ * all. "graph": all kernels of graphs. NULL: none. */
+void emulator_corrupt(const char *name, int index, bool nan);
+uint64_t emulator_corrupted(void); /* launches changed since then */
+
 /* The last faulty kernel's mistake, with file and line; "" if there was none. After a fault the
  * device is lost: every call returns an error until emulator_recover. */
 const char *emulator_fault(void);
@@ -43,11 +50,15 @@ typedef struct emulator_counts {
     uint64_t barriers;          /* __syncthreads of whole blocks */
     uint64_t warp_operations;   /* shuffles, votes, fragment loads and products of whole warps */
     uint64_t matrix_products;   /* mma instructions, also counted as warp operations */
+    uint64_t arithmetic;        /* emulator_operation: per warp, the calls of its busiest lane */
     uint64_t copies;            /* memcpy and memset, graphs included */
     uint64_t live_allocations, live_bytes;   /* current values, of device memory */
     uint64_t live_pinned, live_handles;      /* pinned memory; streams, events and graphs */
 } emulator_counts;
 emulator_counts emulator_counted(void);
+
+/* A kernel's thread calls this at each operation on the numbers of counted.h. */
+void emulator_operation(void);
 
 /* One access of a warp to memory. Device code compiled with -fsanitize=thread calls a function
  * before each load and store; the emulator provides these functions (the thread sanitizer itself is
@@ -64,6 +75,7 @@ typedef struct emulator_access {
     bool shared, store;       /* memory: shared or else global; store or else load */
     uint32_t lanes;           /* participating lanes: bit i is lane i */
     uint32_t bytes;           /* bytes per lane */
+    uint32_t operations;      /* the first lane's calls of emulator_operation before the access */
     uint64_t address[32];     /* address of each lane; in shared memory, the offset */
     const char *memory;       /* the name of the shared array, or the label of the allocation */
     uint64_t start;           /* first address of that array or allocation */

@@ -33,6 +33,7 @@ typedef struct sample_record {
     int n_tokens, n_rows, vocab, n_ends;
     int32_t tokens[1100];
     float logprobs[1100];
+    llm_token_logprob tops[1100]; /* last of the likeliest tokens, if any are wanted */
     int positions[1200];
     float *logits; /* (n_rows, vocab) */
     char *text;
@@ -91,6 +92,7 @@ static UNUSED void record_event(record *r, const llm_event *event) {
     assert_int_equal(event->index, s->n_tokens);
     if (event->token >= 0) {
         s->logprobs[s->n_tokens] = event->logprob;
+        if (event->n_top) s->tops[s->n_tokens] = event->top[event->n_top - 1];
         s->tokens[s->n_tokens++] = event->token;
     }
     s->text = (char *)realloc(s->text, s->text_length + event->text_length + 1);

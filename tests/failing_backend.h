@@ -49,6 +49,11 @@ static void failing_copy(void *context, const llm_cache *cache, const int32_t *f
     if (calls != fail_call) real->copy_blocks(context, cache, from, to, n);
 }
 
+static void failing_move(void *context, const llm_cache *cache, const int32_t *from,
+                         const int32_t *to, int n) {
+    if (calls != fail_call) real->copy_slots(context, cache, from, to, n);
+}
+
 static llm_backend failing_backend(void) {
     llm_backend b = *real;
     b.allocate = failing_allocate;
@@ -59,6 +64,7 @@ static llm_backend failing_backend(void) {
     b.run = failing_run;
     b.sync = failing_sync;
     b.copy_blocks = failing_copy;
+    b.copy_slots = failing_move;
     if (b.sample) b.sample = failing_sample;
     return b;
 }

@@ -1,12 +1,16 @@
 /* gpu_bench.cu - compares the kernels of llm.cu with the limits of the GPU. tests/gpu_report.sh
  * builds and runs it:
  *
- *     gpu_bench [ceilings|host|layers|matmul|attention]... (default: all)
+ *     gpu_bench [ceilings|host|layers|matmul|attention|rows|sampling]... (default: all)
+ *     gpu_bench one matmul|attention|prompt|rmsnorm|gate|sampling [TYPE] [ROWS]
  *
  * It measures how fast the device copies its own memory and how fast cuBLAS multiplies bf16
  * matrices, then runs each operation and prints its share of these limits, as rows of a Markdown
- * table with three columns. Compiled with WITHOUT_CUBLAS, it runs without cuBLAS. Compiled as C++
- * with LLM_EMULATED, it runs tiny sizes on the emulated device, to test the program itself. */
+ * table: operation, shape, figure, share. The first two are those of tests/gpu_launches.cpp, so
+ * that docs/gpu.md can show a forecast beside the figure. `one` runs one operation a few times,
+ * launch by launch, and nothing like it before or after: for a profiler. Compiled with
+ * WITHOUT_CUBLAS, it runs without cuBLAS. Compiled as C++ with LLM_EMULATED, it runs tiny sizes on
+ * the emulated device, to test the program itself. */
 #include "llm.h"
 #include "../models/quantize.h"
 #include "ops.h"
@@ -17,6 +21,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <vector>
 
 #ifdef LLM_EMULATED
@@ -44,9 +50,11 @@ static void die(const char *what) {
     exit(1);
 }
 
-static void row(const char *what, const char *figure, double share, const char *of) {
-    if (share > 0) printf("| %s | %s | %.0f %% of %s |\n", what, figure, 100 * share, of);
-    else printf("| %s | %s | |\n", what, figure);
+static void row(const char *what, const char *shape, const char *figure, double share,
+                const char *of) {
+    if (share > 0)
+        printf("| %s | %s | %s | %.0f %% of %s |\n", what, shape, figure, 100 * share, of);
+    else printf("| %s | %s | %s | |\n", what, shape, figure);
     fflush(stdout);
 }
 
@@ -136,7 +144,9 @@ static double cublas_seconds_of(cudaDataType type, int n, int rows, int cols, in
     return s;
 }
 static double cublas_seconds(int n, int rows, int cols, int copies) {
-    return cublas_seconds_of(CUDA_R_16F, n, rows, cols, copies);
+    static std::map<std::array<int, 3>, double> known; /* every type has the same shapes */
+    double &s = known[{n, rows, cols}];
+    return s > 0 ? s : s = cublas_seconds_of(CUDA_R_16F, n, rows, cols, copies);
 }
 static double cublas_matrix_rate() {
     const int n = 8192;
@@ -155,15 +165,15 @@ static void measure_ceilings(bool show) {
     check(cudaFree(a)), check(cudaFree(b));
     matrix_rate = cublas_matrix_rate();
     if (!show) return;
-    row("copy of 2 GiB, device to device", text("%.2f TB/s (read and written)", copy_rate * 1e-12),
-        0, "");
+    row("copy", "2 GiB, device to device",
+        text("%.2f TB/s (read and written)", copy_rate * 1e-12), 0, "");
     if (matrix_rate)
-        row("cuBLAS, bf16, 8192 x 8192 x 8192", text("%.0f TFLOP/s", matrix_rate * 1e-12), 0, "");
-    else row("cuBLAS", "not available: no limit for arithmetic", 0, "");
+        row("cuBLAS, bf16", "8192 x 8192 x 8192", text("%.0f TFLOP/s", matrix_rate * 1e-12), 0, "");
+    else row("cuBLAS", "", "not available: no limit for arithmetic", 0, "");
 }
 #else
 static void measure_ceilings(bool show) {
-    if (show) row("the emulated device", "no speed to measure", 0, "");
+    if (show) row("the emulated device", "", "no speed to measure", 0, "");
 }
 static double cublas_seconds(int, int, int, int) { return 0; }
 #endif
@@ -184,8 +194,8 @@ static void *allocate(size_t bytes, const void *data = nullptr) {
     return p;
 }
 
-/* A batch of sequences with `context` positions each, the last `count` of them in this step. The
- * blocks lie in random order, or in sequence. */
+/* A batch of sequences with `context` positions each (the last sequence: `last`, if it is not 0),
+ * the last `count` of them in this step. The blocks lie in random order, or in sequence. */
 struct workload {
     llm_batch batch;
     std::vector<int32_t> tokens, positions, slots, seq_first, seq_count, tables, rows;
@@ -193,14 +203,21 @@ struct workload {
 };
 
 static void make_workload(workload &w, int n_sequences, int context, int count, int block_size,
-                          bool paged) {
-    int stride = (context + block_size - 1) / block_size;
-    w.n_blocks = n_sequences * stride;
-    w.tables.resize((size_t)w.n_blocks);
-    for (int i = 0; i < w.n_blocks; i++) w.tables[(size_t)i] = i;
+                          bool paged, int last = 0) {
+    int stride = (std::max(context, last) + block_size - 1) / block_size;
+    int own = (context + block_size - 1) / block_size; /* blocks of all sequences but the last */
+    w.n_blocks = (n_sequences - 1) * own + (last ? stride : own);
+    std::vector<int32_t> blocks((size_t)w.n_blocks);
+    for (int i = 0; i < w.n_blocks; i++) blocks[(size_t)i] = i;
     for (int i = w.n_blocks; paged && i > 1; i--)
-        std::swap(w.tables[(size_t)i - 1], w.tables[(size_t)(random_u64() % (uint64_t)i)]);
+        std::swap(blocks[(size_t)i - 1], blocks[(size_t)(random_u64() % (uint64_t)i)]);
+    w.tables.assign((size_t)n_sequences * (size_t)stride, 0);
+    for (int i = 0; i < w.n_blocks; i++) {
+        int s = std::min(i / own, n_sequences - 1);
+        w.tables[(size_t)s * (size_t)stride + (size_t)(i - s * own)] = blocks[(size_t)i];
+    }
     for (int s = 0; s < n_sequences; s++) {
+        if (s == n_sequences - 1 && last) context = last;
         w.seq_first.push_back((int32_t)w.tokens.size()), w.seq_count.push_back(count);
         for (int p = context - count; p < context; p++) {
             w.tokens.push_back(0), w.positions.push_back(p);
@@ -261,20 +278,26 @@ static llm_weight load_matrix(llm_type type, int rows, int cols, size_t *bytes) 
     return w;
 }
 
+/* Matrices of Llama-3.1-8B; the last two are q, k and v together, and the output matrix. */
+static const int PRODUCTS[][2] = {{DIM, DIM},
+                                  {HIDDEN, DIM},
+                                  {DIM, HIDDEN},
+                                  {DIM + DIM / 2, DIM},
+                                  {SCALE > 1 ? 512 : 128256, DIM}};
+
 static void measure_matmul(llm_type type, int rows, int cols) {
     const llm_type_info *info = llm_type_find(type);
-    const int max_rows = 1024 / SCALE,
-              copies = SCALE > 1                                    ? 1
-                       : info->block_values > 1 && type != LLM_Q8_0 ? 16
-                                                                    : 6,
-              repeats = SCALE > 1 ? 1 : 4;
+    const int max_rows = 4096 / (SCALE > 1 ? 256 : 1), repeats = SCALE > 1 ? 1 : 2;
+    double size = (double)rows * cols / info->block_values * info->block_bytes;
+    /* more bytes than three L2 caches */
+    const int copies = SCALE > 1 ? 1 : std::max(1, std::min(16, (int)(2e8 / size) + 1));
     size_t weight_bytes = 0;
     std::vector<llm_weight> weights((size_t)copies);
     for (llm_weight &w : weights) w = load_matrix(type, rows, cols, &weight_bytes);
     std::vector<float> x = random_floats((size_t)max_rows * cols);
     float *in = (float *)allocate(x.size() * 4, x.data()),
           *out = (float *)allocate((size_t)max_rows * rows * 4);
-    static const int counts[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 1024};
+    static const int counts[] = {1, 2, 4, 8, 16, 32, 48, 64, 128, 512, 4096};
     for (int n : counts) {
         if (n > max_rows) break;
         workload w;
@@ -283,19 +306,21 @@ static void measure_matmul(llm_type type, int rows, int cols) {
         for (int k = 0; k < repeats; k++)
             for (llm_weight &weight : weights)
                 ops_matmul(program, in, &weight, nullptr, false, out);
-        double s = step_seconds(program, &w.batch, SCALE > 1 ? 1 : 12) / (repeats * copies);
+        double s = step_seconds(program, &w.batch, SCALE > 1 ? 1 : n > 512 ? 6 : 10) /
+                   (repeats * copies);
         ops_free(program, backend);
-        double other = cublas_seconds(n, rows, cols, 6),
+        double other = cublas_seconds(n, rows, cols, std::max(1, std::min(6, copies))),
                bytes = (double)weight_bytes + 4.0 * n * (rows + cols), work = 2.0 * n * rows * cols;
-        char what[128], figure[128];
-        snprintf(what, sizeof what, "matmul %s (%d, %d), %d rows", info->name, rows, cols, n);
+        char what[64], shape[64], figure[128];
+        snprintf(what, sizeof what, "product %s", info->name);
+        snprintf(shape, sizeof shape, "%d x %d, %d rows", rows, cols, n);
         bool by_bytes = !matrix_rate || bytes / copy_rate > work / matrix_rate;
         int used = snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s, %.0f TFLOP/s", 1e6 * s,
                             bytes / s * 1e-12, work / s * 1e-12);
         if (other > 0)
             snprintf(figure + used, sizeof figure - used, "; cuBLAS f16 %.1f us: %.2f x",
                      1e6 * other, other / s);
-        row(what, figure,
+        row(what, shape, figure,
             !copy_rate ? 0
             : by_bytes ? bytes / s / copy_rate
                        : work / s / matrix_rate,
@@ -305,26 +330,38 @@ static void measure_matmul(llm_type type, int rows, int cols) {
     backend->release(backend->context, in), backend->release(backend->context, out);
 }
 
-static double attention_seconds(int n_sequences, int context, int count, bool paged) {
-    const int heads = 32 / (SCALE > 1 ? 8 : 1), kv = 8 / (SCALE > 1 ? 8 : 1), dim = 128,
-              block_size = 16;
+struct attention_case {
+    int sequences, context, last, count; /* as make_workload has them */
+    int head_dim, group;                 /* group: query heads per kv head; 8 kv heads */
+};
+
+static double attention_seconds(const attention_case &a, bool paged, int steps = 8) {
+    const int kv = 8 / (SCALE > 1 ? 8 : 1), heads = kv * a.group, dim = a.head_dim;
     workload w;
-    make_workload(w, n_sequences, context, count, block_size, paged);
-    llm_attention_shape shape = {heads, kv, dim, 1.0f / sqrtf((float)dim), false, 0};
-    llm_cache cache = {LLM_F16, 1, kv, dim, block_size, w.n_blocks, 0, NULL, NULL};
-    cache.layer_bytes = (size_t)w.n_blocks * kv * block_size * dim * 2;
+    make_workload(w, a.sequences, a.context, a.count, 16, paged, a.last);
+    llm_attention_shape shape = {heads, kv, dim, 1.0f / sqrtf((float)dim), false, 0, 0, 0};
+    llm_cache cache;
+    memset(&cache, 0, sizeof cache);
+    cache.type = LLM_F16, cache.n_layers = 1, cache.n_kv_heads = kv, cache.head_dim = dim;
+    cache.block_size = 16, cache.n_blocks = w.n_blocks;
+    cache.layer_bytes = (size_t)w.n_blocks * kv * 16 * dim * 2;
+    /* magnitudes from 1/4 to 1/2; the same megabyte again and again */
     std::vector<uint16_t> halves(cache.layer_bytes / 2);
-    /* magnitudes from 1/4 to 1/2 */
-    for (uint16_t &h : halves) h = (uint16_t)((random_u64() & 0x83ff) | 0x3400);
+    for (size_t i = 0; i < halves.size(); i++)
+        halves[i] = i < 1 << 19 ? (uint16_t)((random_u64() & 0x83ff) | 0x3400)
+                                : halves[i - (1 << 19)];
     cache.keys = allocate(cache.layer_bytes, halves.data()),
     cache.values = allocate(cache.layer_bytes, halves.data());
     std::vector<float> queries = random_floats((size_t)w.batch.n_tokens * heads * dim);
-    float *q = (float *)allocate(queries.size() * 4, queries.data()),
-          *out = (float *)allocate(queries.size() * 4);
-    int repeats = SCALE > 1 ? 1 : 20;
+    size_t rows = (size_t)llm_rounded_rows(w.batch.n_tokens);
+    float *q = (float *)allocate(rows * heads * dim * 4),
+          *out = (float *)allocate(rows * heads * dim * 4);
+    llm_error err;
+    must(backend->upload(backend->context, q, queries.data(), queries.size() * 4, &err), &err);
+    int repeats = SCALE > 1 || steps == 1 ? 1 : 10;
     ops *program = ops_new();
     for (int i = 0; i < repeats; i++) ops_attention(program, &shape, q, &cache, 0, out);
-    double s = step_seconds(program, &w.batch, SCALE > 1 ? 1 : 8) / repeats;
+    double s = step_seconds(program, &w.batch, SCALE > 1 ? 1 : steps) / repeats;
     ops_free(program, backend);
     backend->release(backend->context, cache.keys),
         backend->release(backend->context, cache.values);
@@ -332,30 +369,145 @@ static double attention_seconds(int n_sequences, int context, int count, bool pa
     return s;
 }
 
+static void group_text(char *to, size_t bytes, int group) {
+    to[0] = 0; /* the usual group, 4, is not named */
+    if (group != 4) snprintf(to, bytes, ", groups of %d", group);
+}
+
 static void measure_attention() {
-    static const int contexts[] = {1024, 4096, 16384};
-    for (int c : contexts) {
-        int context = c / SCALE, sequences = SCALE > 1 ? 2 : 64;
-        double paged = attention_seconds(sequences, context, 1, true),
-               contiguous = attention_seconds(sequences, context, 1, false);
-        double bytes = 2.0 * sequences * context * (SCALE > 1 ? 1 : 8) * 128 * 2;
-        char what[128], figure[128];
-        snprintf(what, sizeof what, "decode attention, %d sequences of %d, 32/8 heads of 128",
-                 sequences, context);
-        snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s; blocks in order %.1f us: %.3f x",
-                 1e6 * paged, bytes / paged * 1e-12, 1e6 * contiguous, contiguous / paged);
-        row(what, figure, copy_rate ? bytes / paged / copy_rate : 0, "the copy's bytes/s");
+    static const struct {
+        const char *name;
+        int sequences, context, last;
+    } decode[] = {{"one sequence of 32k", 1, 32768, 0},
+                  {"one sequence of 128k", 1, 131072, 0},
+                  {"64 sequences of 4k", 64, 4096, 0},
+                  {"63 sequences of 512, one of 16k", 64, 512, 16384}};
+    for (int head_dim : {64, 128})
+        for (int group : {4, 1, 8})
+            for (auto &d : decode) {
+                attention_case a = {SCALE > 1 ? std::min(d.sequences, 2) : d.sequences,
+                                    d.context / SCALE, d.last / SCALE, 1, head_dim, group};
+                if (SCALE > 1 && (d.context > 32768 || head_dim == 64 || group > 4)) continue;
+                double s = attention_seconds(a, true), positions = (double)a.sequences * a.context;
+                if (a.last) positions += a.last - a.context;
+                double bytes = 4.0 * positions * (SCALE > 1 ? 1 : 8) * head_dim;
+                char shape[96], groups[32];
+                group_text(groups, sizeof groups, group);
+                snprintf(shape, sizeof shape, "heads of %d, %s%s", head_dim, d.name, groups);
+                row("attention, decode", shape,
+                    text("%.1f us, %.2f TB/s", 1e6 * s, bytes / s * 1e-12),
+                    copy_rate ? bytes / s / copy_rate : 0, "the copy's bytes/s");
+            }
+    for (int head_dim : {64, 128})
+        for (int group : {4, 1, 8})
+            for (int tokens : {1024, 4096, 16384}) {
+                if (group != 4 && tokens != 4096) continue;
+                int n = tokens / SCALE;
+                if (SCALE > 1 && (head_dim == 64 || n > 200)) continue;
+                double s = attention_seconds({1, n, 0, n, head_dim, group}, true),
+                       heads = (SCALE > 1 ? 1.0 : 8.0) * group,
+                       work = 4.0 * n * ((double)n + 1) / 2 * heads * head_dim;
+                char shape[96], groups[32];
+                group_text(groups, sizeof groups, group);
+                snprintf(shape, sizeof shape, "heads of %d, %d tokens%s", head_dim, n, groups);
+                row("attention of a prompt", shape,
+                    text("%.1f us, %.0f TFLOP/s", 1e6 * s, work / s * 1e-12),
+                    matrix_rate ? work / s / matrix_rate : 0, "cuBLAS's bf16 rate");
+            }
+}
+
+/* rmsnorm and the gate; `only`: one of them, a few launches. */
+static void measure_rows(const char *only = nullptr, int only_rows = 0) {
+    for (int n : {1, 64, 512}) {
+        if (only && n != only_rows) continue;
+        if (SCALE > 1) n = std::min(n, 2);
+        workload w;
+        make_workload(w, n, 1, 1, 16, false);
+        std::vector<float> values = random_floats((size_t)std::max(n, 8) * HIDDEN);
+        float *x = (float *)allocate(values.size() * 4, values.data()),
+              *y = (float *)allocate(values.size() * 4, values.data());
+        int repeats = SCALE > 1 || only ? 2 : 100, steps = SCALE > 1 || only ? 1 : 8;
+        for (int gate = 0; gate < 2; gate++) {
+            if (only && strcmp(only, gate ? "gate" : "rmsnorm")) continue;
+            ops *o = ops_new();
+            for (int i = 0; i < repeats; i++)
+                if (gate) ops_swiglu(o, x, y, HIDDEN, y);
+                else ops_rmsnorm(o, x, x, DIM, 1e-5f, y);
+            double s = step_seconds(o, &w.batch, steps) / repeats,
+                   bytes = 4.0 * n * (gate ? 3 * HIDDEN : 2 * DIM);
+            ops_free(o, backend);
+            row(gate ? "gate" : "rmsnorm", text("%.0f columns, %.0f rows", gate ? HIDDEN : DIM, n),
+                text("%.1f us, %.2f TB/s", 1e6 * s, bytes / s * 1e-12), 0, "");
+        }
+        backend->release(backend->context, x), backend->release(backend->context, y);
     }
-    for (int c : contexts) {
-        int context = c / SCALE;
-        double s = attention_seconds(1, context, context, true),
-               work = 4.0 * context * ((double)context + 1) / 2 * (SCALE > 1 ? 4 : 32) * 128;
-        char what[128];
-        snprintf(what, sizeof what, "prefill attention, %d tokens, causal, 32/8 heads of 128",
-                 context);
-        row(what, text("%.2f ms, %.0f TFLOP/s", 1e3 * s, work / s * 1e-12),
-            matrix_rate ? work / s / matrix_rate : 0, "cuBLAS's bf16 rate");
+}
+
+/* Draw tokens from rows of 128256 logits. The time includes what the host does. */
+static void measure_sampling(bool few = false) {
+    const int vocab = SCALE > 1 ? 4096 : 128256;
+    for (int n : {1, 64}) {
+        if (SCALE > 1) n = std::min(n, 2);
+        std::vector<float> values = random_floats((size_t)n * vocab);
+        for (float &v : values) v *= 8;
+        float *logits = (float *)allocate(values.size() * 4, values.data());
+        for (float top_p : {1.0f, 0.9f}) {
+            std::vector<llm_draw> draws((size_t)n);
+            std::vector<int32_t> ids((size_t)n);
+            std::vector<float> logprobs((size_t)n);
+            memset(draws.data(), 0, (size_t)n * sizeof draws[0]);
+            for (int i = 0; i < n; i++) {
+                llm_draw &d = draws[(size_t)i];
+                d.row = i, d.random = random_u64(), d.sampling.temperature = 0.8f;
+                d.sampling.top_p = top_p, d.sampling.repetition_penalty = 1;
+            }
+            double best = INFINITY;
+            for (int i = 0; i < (SCALE > 1 || few ? 2 : 20); i++) {
+                llm_error err;
+                double start = llm_seconds();
+                must(backend->sample(backend->context, logits, vocab, draws.data(), n, ids.data(),
+                                     logprobs.data(), &err),
+                     &err);
+                best = std::min(best, llm_seconds() - start);
+            }
+            char shape[96];
+            snprintf(shape, sizeof shape, "%d logits, %d rows, %s", vocab, n,
+                     top_p < 1 ? "top-p 0.9" : "temperature 0.8");
+            double bytes = 4.0 * vocab * n;
+            row("sampling", shape,
+                text("%.1f us with the host, %.2f TB/s", 1e6 * best, bytes / best * 1e-12), 0, "");
+        }
+        backend->release(backend->context, logits);
     }
+}
+
+/* A few launches of one operation, for a profiler. */
+static void run_one(const char *what, const char *type_name, int n) {
+    if (!strcmp(what, "matmul")) {
+        const llm_type_info *info = llm_type_by_name(type_name);
+        if (!info) die("unknown type");
+        size_t bytes;
+        llm_weight weight = load_matrix(info->type, HIDDEN, DIM, &bytes);
+        std::vector<float> x = random_floats((size_t)n * DIM);
+        float *in = (float *)allocate(x.size() * 4, x.data()),
+              *out = (float *)allocate((size_t)(n + 8) * HIDDEN * 4);
+        workload w;
+        make_workload(w, n, 1, 1, 16, false);
+        for (int i = 0; i < 4; i++) {
+            ops *o = ops_new();
+            ops_matmul(o, in, &weight, nullptr, false, out);
+            step_seconds(o, &w.batch, 1);
+            ops_free(o, backend);
+        }
+        backend->free_weight(backend->context, &weight);
+        backend->release(backend->context, in), backend->release(backend->context, out);
+    } else if (!strcmp(what, "attention") || !strcmp(what, "prompt")) {
+        attention_case a = {1, 4096 / SCALE, 0, 4096 / SCALE, 128, 4};
+        /* a small cache: a profiler saves and restores the memory that a kernel can reach */
+        if (*what == 'a') a.sequences = SCALE > 1 ? 2 : 16, a.count = 1;
+        for (int i = 0; i < 4; i++) attention_seconds(a, true, 1);
+    } else if (!strcmp(what, "sampling")) measure_sampling(true);
+    else measure_rows(what, n);
 }
 
 /* Host time for a step of 256 sequences and 28 layers. The operations are tiny, so that the
@@ -372,9 +524,9 @@ static void measure_host() {
     must(backend->load_weight(backend->context, &weight, values.data(), &err), &err);
     float *x = (float *)allocate((size_t)n * dim * 4), *y = (float *)allocate((size_t)n * dim * 4);
     float *norm = (float *)allocate((size_t)dim * 4, values.data());
-    llm_attention_shape shape = {2, 1, 32, 0.18f, false, 0};
+    llm_attention_shape shape = {2, 1, 32, 0.18f, false, 0, 0, 0};
     llm_cache cache = {LLM_F16, 1,   1, 32, 16, w.n_blocks, (size_t)w.n_blocks * 16 * 32 * 2,
-                       NULL,    NULL};
+                       NULL,    NULL, false};
     cache.keys = allocate(cache.layer_bytes), cache.values = allocate(cache.layer_bytes);
     float *frequencies = (float *)allocate(16 * 4, values.data()),
           *angles = (float *)allocate((size_t)n * 32 * 4);
@@ -395,11 +547,8 @@ static void measure_host() {
     double host = 0, all = step_seconds(o, &w.batch, SCALE > 1 ? 4 : 200, &host);
     ops_free(o, backend);
     char what[128];
-    snprintf(
-        what, sizeof what,
-        "host time per step, %d sequences, %d layers (until launched; until done)",
-        n, layers);
-    row(what, text("%.0f us; %.0f us", 1e6 * host, 1e6 * all), 0, "");
+    snprintf(what, sizeof what, "%d sequences, %d layers (until launched; until done)", n, layers);
+    row("host time per step", what, text("%.0f us; %.0f us", 1e6 * host, 1e6 * all), 0, "");
     void *memory[] = {x, y, norm, cache.keys, cache.values, frequencies, angles};
     backend->free_weight(backend->context, &weight);
     for (void *p : memory) backend->release(backend->context, p);
@@ -425,10 +574,10 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
     size_t bytes = 0, one = 0;
     for (int i = 0; i < 7; i++, bytes += one)
         weights[i] = load_matrix(type, rows[i], i == 6 ? hidden : dim, &one);
-    llm_attention_shape shape = {heads, kv, head_dim, 1.0f / sqrtf((float)head_dim), false, 0};
+    llm_attention_shape shape = {heads, kv, head_dim, 1.0f / sqrtf((float)head_dim), false, 0, 0, 0};
     llm_cache cache = {
         LLM_F16, 1,   kv, head_dim, 16, w.n_blocks, (size_t)w.n_blocks * kv * 16 * head_dim * 2,
-        NULL,    NULL};
+        NULL,    NULL, false};
     std::vector<uint16_t> halves(cache.layer_bytes / 2);
     for (uint16_t &h : halves) h = (uint16_t)((random_u64() & 0x83ff) | 0x3400);
     cache.keys = allocate(cache.layer_bytes, halves.data()),
@@ -463,9 +612,8 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
     must(backend->download(backend->context, out.data(), x, out.size() * 4, &err), &err);
     double all = (double)bytes + 2.0 * context * kv * head_dim * 2;
     char name[128];
-    snprintf(name, sizeof name, "a layer of Llama-3.1-8B, %s, one token, %s",
-             llm_type_find(type)->name, what);
-    row(name, text("%.1f us, %.2f TB/s", 1e6 * s, all / s * 1e-12),
+    snprintf(name, sizeof name, "%s, one token, %s", llm_type_find(type)->name, what);
+    row("a layer of Llama-3.1-8B", name, text("%.1f us, %.2f TB/s", 1e6 * s, all / s * 1e-12),
         copy_rate ? all / s / copy_rate : 0, "the copy's bytes/s");
     for (llm_weight &weight : weights) backend->free_weight(backend->context, &weight);
     void *memory[] = {cache.keys, cache.values, x, norm, angles};
@@ -484,7 +632,7 @@ static int measure_layers() {
         std::vector<float> usual = measure_layer(type, true, false, "fused");
         std::vector<float> overlap = measure_layer(type, true, true, "fused, kernels overlap");
         bool same = !memcmp(usual.data(), overlap.data(), usual.size() * 4);
-        row("... overlapping kernels give the same bits", same ? "yes" : "NO: there is a race",
+        row("... overlapping kernels", "give the same bits", same ? "yes" : "NO: there is a race",
             0, "");
         wrong += !same;
     }
@@ -501,16 +649,31 @@ static bool asked(int argc, char **argv, const char *part) {
 int main(int argc, char **argv) {
     llm_error err;
     int wrong = 0;
+    if (argc > 2 && !strcmp(argv[1], "one")) {
+        llm_gpu_options options = llm_gpu_defaults();
+        options.graphs = false; /* a profiler sees launches, not graphs */
+        backend = open_device(&options, &err);
+        if (!backend) die(err.message);
+        run_one(argv[2], argc > 3 ? argv[3] : "q4_0", argc > 4 ? atoi(argv[4]) : 1);
+        must(backend->sync(backend->context, &err), &err);
+        llm_backend_free(backend);
+        return 0;
+    }
     measure_ceilings(asked(argc, argv, "ceilings"));
     backend = open_device(NULL, &err);
     if (!backend) die(err.message);
     if (asked(argc, argv, "host")) measure_host();
     if (asked(argc, argv, "layers")) wrong += measure_layers();
     static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q4_K, LLM_Q8_0};
-    for (llm_type type : types)
-        /* a feed-forward matrix */
-        if (asked(argc, argv, "matmul")) measure_matmul(type, HIDDEN, DIM);
+    if (asked(argc, argv, "matmul"))
+        for (auto &size : PRODUCTS)
+            for (llm_type type : types) {
+                if (SCALE > 1 && &size != &PRODUCTS[0] && type != LLM_Q4_0) continue;
+                measure_matmul(type, size[0], size[1]);
+            }
     if (asked(argc, argv, "attention")) measure_attention();
+    if (asked(argc, argv, "rows")) measure_rows();
+    if (asked(argc, argv, "sampling")) measure_sampling();
     must(backend->sync(backend->context, &err), &err);
     llm_backend_free(backend);
     return wrong;

@@ -1,42 +1,49 @@
 #!/usr/bin/env bash
 # tests/gpu_report.sh [PART...]: builds for this machine's GPU, checks, measures, and writes a
-# report with GPU, driver, date and commands. It runs the parts in this order, the most valuable
-# first (default: all):
+# report with GPU, driver, date and commands. It runs the parts in this order (default: all):
 #
 #   check      llm.cu's operations against the CPU's plain loops, and the same text on both (with
 #              the build 2 minutes)
-#   kernels    the limits of the GPU, then each operation's share of them (1 to 2 minutes)
+#   kernels    the limits of the GPU, then each operation's share of them (3 to 5 minutes)
 #   decode     one sequence through a model of 8 billion weights: tokens per second (2 minutes)
 #   serve      256 requests at once: the workload of nano-vllm's benchmark (1 minute)
-#   torch      PyTorch's fused attention on the same shapes (half a minute)
+#   torch      PyTorch's products and fused attention on the same shapes (1 minute)
 #   tests      the engine's tests on the GPU (1 to 3 minutes)
 #   sanitizer  compute-sanitizer over a text and over the operations (3 to 6 minutes)
 #   counters   ncu: what limits the most important kernels (1 minute)
 #
-# Results are written at once, so that an interrupted run keeps them. A run ends within BUDGET
-# seconds: a part or test that no longer fits is cut short or left out, and the report says so. On
-# machines that are lent for a few minutes at a time, make two runs of less than ten minutes each:
-# `gpu_report.sh check kernels decode serve torch`, then `gpu_report.sh tests sanitizer counters`.
-# The second uses the first one's build, if it still exists.
+# A run ends within BUDGET seconds: a part or test that no longer fits is cut short or left out, and
+# the report says so. Results are written at once, so that an interrupted run keeps them. If a
+# machine is lent for ten minutes at a time, make three runs, each of which is complete by itself
+# and has its own folder:
+#
+#   gpu_report.sh check kernels
+#   gpu_report.sh decode serve torch
+#   gpu_report.sh tests sanitizer counters
+#
+# A folder has report.md, gpu.log (the output of every command) and clocks-PART.csv (clock and power
+# while kernels ran, with the time of day). The report is also copied into docs/gpu.md, as a section
+# of its own, and its figures go beside the forecasts there. To do that on another machine:
+#
+#   sh tests/gpu_page.sh section docs/gpu.md 'measured: check kernels' FOLDER/report.md
+#   sh tests/gpu_page.sh beside docs/gpu.md
 #
 # It needs nvcc, a C and a C++ compiler and make, and no network. Other tools are optional: without
 # cmocka the tests use tests/cross/cmocka.h; without cuBLAS, PyTorch, compute-sanitizer or ncu their
 # figures are missing.
 #
-#   OUT=FOLDER       where to write the report, gpu.md (default docs/), and gpu.log, the output of
-#                    every command (default build/report-cuda/)
+#   OUT=FOLDER       the run's folder (default build/report-cuda/PART-PART...)
+#   PAGE=FILE        the page to copy the report into (default docs/gpu.md)
+#   B=FOLDER         build there (default build/report-cuda)
 #   BUDGET=SECONDS   (default 560)
 #   MODELS="..."     shape:type of the models to decode with (default llama-3.1-8b:q4_0
 #                    llama-3.1-8b:f16)
 #   CMOCKA=FOLDER    contains include/cmocka.h and lib/libcmocka.so, if the system has none
-#   DEVICE=emulated  a dry run without a GPU: the same steps with tiny sizes
+#   DEVICE=emulated  a dry run without a GPU: the same steps with tiny sizes, and a copy of the page
 set -u
 cd "$(dirname "$0")/.." || exit 1
 DEVICE=${DEVICE:-cuda}
-B=build/report-$DEVICE
-LOG=${OUT:-$B}/gpu.log
-OUT=${OUT:-docs}
-REPORT=$OUT/gpu.md
+B=${B:-build/report-$DEVICE}
 BUDGET=${BUDGET:-560}
 parts='check kernels decode serve torch tests sanitizer counters'
 for part in "$@"; do
@@ -45,11 +52,15 @@ for part in "$@"; do
     exit 2
 done
 ONLY=${*:-$parts}
+OUT=${OUT:-$B/$(echo "$ONLY" | tr ' ' -)}
+LOG=$OUT/gpu.log REPORT=$OUT/report.md
 tiny=dim=64,layers=2,heads=2,kv-heads=1,hidden=128,vocab=300,context=256
 if [ "$DEVICE" = cuda ]; then MODELS=${MODELS:-llama-3.1-8b:q4_0 llama-3.1-8b:f16}
 else MODELS=${MODELS:-$tiny:q4_0}; fi
 export LLM_TEST_DEVICE=$DEVICE OMP_WAIT_POLICY=passive
 mkdir -p "$OUT" "$B" || exit 1
+if [ "$DEVICE" != cuda ]; then PAGE=$OUT/gpu.md && cp docs/gpu.md "$PAGE" || exit 1; fi
+PAGE=${PAGE:-docs/gpu.md}
 work=$(mktemp -d) || exit 1
 sampler=
 trap 'rm -rf "$work"; [ -z "$sampler" ] || kill "$sampler" 2>/dev/null' EXIT
@@ -114,9 +125,8 @@ if [ "$DEVICE" = cuda ]; then
 else
     facts='the emulated device: a dry run, whose figures mean nothing'
 fi
-[ $# -gt 0 ] || : >"$REPORT" # named parts are appended to the report
-: >"$LOG" || exit 1
-say '# On a GPU' && say ''
+: >"$REPORT" && : >"$LOG" || exit 1
+say "## Measured: $ONLY" && say ''
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 say "Written by \`tests/gpu_report.sh $*\` on $(date -u '+%Y-%m-%d %H:%M') UTC, at commit $commit."
 say ''
@@ -125,9 +135,9 @@ say "- CPU: $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), $(npr
 [ "$DEVICE" != cuda ] || say "- $(nvcc --version | grep release)"
 
 # -O2 also for the CPU's kernels, which are not measured here: they compile faster than with -O3.
-settings=(OPTIMIZE=-O2 OBSERVED= "DEVICE=$DEVICE")
-if [ "$DEVICE" = cuda ]; then settings+=("GPUS=$capability" "NVCC=$(command -v nvcc)")
-else settings+=(NVCC=); fi
+settings=(OPTIMIZE=-O2 OBSERVED= DEVICE=cuda)
+if [ "$DEVICE" = cuda ]; then settings+=("GPUS=${capability/#90/90a}" "NVCC=$(command -v nvcc)")
+else settings=(NVCC=); fi # as in other builds, so that it can use theirs (B=build)
 has_cmocka() {
     printf '#include <%s.h>\n' setjmp stdarg stddef stdint cmocka >"$work/cmocka.c"
     echo 'int main(void) { return 0; }' >>"$work/cmocka.c"
@@ -142,12 +152,45 @@ if [ -n "${CMOCKA:-}" ]; then
 fi
 has_cmocka || settings+=(CMOCKA= 'CPPFLAGS=-isystem tests/cross')
 build=(make --no-print-directory -k "-j$(nproc)" "B=$B" "LLM=$B/llm" "${settings[@]}")
+sampler_fields=timestamp,utilization.gpu,clocks.sm,clocks.mem,power.draw,temperature.gpu
+watch() { # watch PART: write clock and power ten times a second until `unwatch`
+    [ "$DEVICE" = cuda ] || return 0
+    nvidia-smi "--query-gpu=$sampler_fields" --format=csv,noheader,nounits -lms 100 \
+        >"$OUT/clocks-$1.csv" 2>/dev/null &
+    sampler=$!
+}
+unwatch() { # unwatch PART: say what was seen, without the idle samples before and after
+    [ -n "$sampler" ] || return 0
+    kill "$sampler" 2>/dev/null
+    wait "$sampler" 2>/dev/null
+    sampler=
+    [ -s "$OUT/clocks-$1.csv" ] || return 0
+    say '' && say "While kernels ran (nvidia-smi, ten samples a second): $(awk -F', *' '
+        { busy[NR] = $2; clock[NR] = $3; power[NR] = $5
+          if ($2 > 50) { if (!first) first = NR; last = NR } }
+        END {
+            if (!first) { print "not seen"; exit }
+            low = clock[first]
+            for (i = first; i <= last; i++) {
+                n++; b += busy[i]; p += power[i]
+                if (busy[i] <= 50) continue
+                m++; c += clock[i]
+                if (clock[i] < low) low = clock[i]
+                if (power[i] > most) most = power[i]
+            }
+            printf "SM clock %.0f MHz (lowest %.0f), power %.0f W (most %.0f), ", c / m, low, p / n,
+                most
+            printf "busy %.1f %% of %d samples.", b / n, n
+        }' "$OUT/clocks-$1.csv")"
+}
 operations='test_device test_cuda_kernels test_device_sampling test_device_engine'
 engine=
 [ "$DEVICE" != cuda ] || engine='test_speculation test_scheduler test_engine'
 programs() { local name; for name in "$@"; do echo "$B/$name"; done; }
 start=$SECONDS
-case " $ONLY " in *' tests '*) wanted="$operations $engine" ;; *) wanted=$operations ;; esac
+wanted= # what the parts run
+case " $ONLY " in *' check '* | *' sanitizer '*) wanted=$operations ;; esac
+case " $ONLY " in *' tests '*) wanted="$wanted $engine" ;; esac
 # shellcheck disable=SC2046,SC2086
 attempt 300 "${build[@]}" "$B/llm" "$B/libllm.a" $(programs $wanted)
 status=$?
@@ -189,11 +232,11 @@ greedy_text() { # TOKENS DEVICE
         'Once upon a time' 2>>"$LOG"
 }
 run_check() {
-    say '' && say '## Correctness' && say ''
+    say '' && say '### Correctness' && say ''
+    local tokens=100 seconds=60 own theirs
+    [ "$DEVICE" = cuda ] || { tokens=5 && seconds=4; } # a dry run ends the tests early
     # shellcheck disable=SC2086
-    run_programs 60 $operations
-    local tokens=100 own theirs
-    [ "$DEVICE" = cuda ] || tokens=5
+    run_programs $seconds $operations
     theirs=$(greedy_text "$tokens" cpu) own=$(greedy_text "$tokens" "$DEVICE")
     say ''
     if [ -n "$own" ] && [ "$own" = "$theirs" ]; then
@@ -207,7 +250,7 @@ run_check() {
 }
 run_tests() {
     [ -n "$engine" ] || return
-    say '' && say '## Tests of the engine' && say ''
+    say '' && say '### Tests of the engine' && say ''
     # shellcheck disable=SC2086
     run_programs 90 $engine
 }
@@ -233,63 +276,92 @@ build_bench() {
     attempt 120 "${program[@]}" -DWITHOUT_CUBLAS
 }
 copy_rate=
-run_kernels() {
-    say '' && say '## Operations' && say ''
-    say "Each operation is compared with this GPU's limits, which are measured first. A share is"
-    say 'relative to the limit that binds the operation. A time is that of a step (a graph) divided'
-    say 'by its number of operations; matmul rotates over weights that do not fit in the L2 cache.'
-    say ''
+bench_built=
+ceilings() { # build gpu_bench and measure the limits, once per run
+    [ -z "$bench_built" ] || return 0
     if ! build_bench; then
         went 1 'the build of tests/gpu_bench.cu'
         say 'tests/gpu_bench.cu does not build:' && show_log 30
-        return
+        return 1
     fi
-    say '| what | figure | share |' && say '|---|---|---|'
-    local piece status
+    bench_built=1
+    say '| operation | shape | figure | share |' && say '|---|---|---|---|'
+    bench ceilings
+    copy_rate=$(sed -n 's/.*| copy | .* | \([0-9.]*\) TB.*/\1/p' "$work/log")
+}
+bench() { # bench PIECE: its rows
+    attempt "${2:-90}" "$B/gpu_bench" "$1"
+    local status=$?
+    grep '^|' "$work/log" | tee -a "$REPORT" "$work/figures"
+    [ "$status" -eq 0 ] || say "| $1 | | ended with status $status: $(last_line) | |"
+    went "$status" "gpu_bench $1"
+}
+run_kernels() {
+    say '' && say '### Operations' && say ''
+    say "Each operation is compared with this GPU's limits, which are measured first. A share is"
+    say 'relative to the limit that binds the operation. A time is that of a step (a graph) divided'
+    say 'by its number of operations; products rotate over weights that do not fit in the L2 cache.'
+    say ''
+    ceilings || return
+    watch kernels
+    local piece
     # a process each, so that one failure does not affect the others
-    for piece in ceilings layers matmul attention host; do
-        attempt 90 "$B/gpu_bench" "$piece"
-        status=$?
-        grep '^|' "$work/log" | tee -a "$REPORT" "$work/figures"
-        [ "$status" -eq 0 ] || say "| $piece | ended with status $status: $(last_line) | |"
-        went "$status" "gpu_bench $piece"
-        [ "$piece" != ceilings ] ||
-            copy_rate=$(sed -n 's/.*copy of .* | \([0-9.]*\) TB.*/\1/p' "$work/log")
-    done
+    for piece in layers rows sampling host attention matmul; do bench $piece 150; done
+    unwatch kernels
 }
 
-# PyTorch's fused attention on the same shapes, and our rate relative to it
+# PyTorch's products and fused attention on the same shapes, and our rate relative to it
 run_torch() {
+    say '' && say '### PyTorch' && say ''
     if [ "$DEVICE" != cuda ] ||
         ! timeout 60 python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-        say '' && say "PyTorch's attention: not measured, since there is no PyTorch with CUDA."
+        say 'Not measured, since there is no PyTorch with CUDA.'
         return
     fi
-    cat >"$work/attention.py" <<'PYTHON'
+    cat >"$work/torch.py" <<'PYTHON'
 import re, sys, torch
-row = r"prefill attention, (\d+) tokens[^|]*\| [\d.]+ ms, (\d+) TFLOP"
-ours = {int(n): float(rate) for n, rate in re.findall(row, open(sys.argv[1]).read())}
-attention = torch.nn.functional.scaled_dot_product_attention
-for n in (1024, 4096, 16384):
-    q, k, v = (torch.randn(1, heads, n, 128, device="cuda", dtype=torch.float16)
-               for heads in (32, 8, 8))
-    k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+ours = {}
+for line in open(sys.argv[1]):
+    found = re.match(r"\| ([^|]*) \| ([^|]*) \| ([\d.]+) us", line)
+    if found:
+        ours[found.group(1), found.group(2)] = float(found.group(3))
+def seconds(work):
     best = 1e9
-    for i in range(8):
+    for i in range(6):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(10): attention(q, k, v, is_causal=True)
+        for k in range(10): work(k)
         end.record()
         end.synchronize()
-        if i > 1: best = min(best, start.elapsed_time(end) / 10)
-    work = 4 * n * (n + 1) / 2 * 32 * 128
-    what = f"PyTorch {torch.__version__}, scaled_dot_product_attention, {n} tokens, causal"
-    rate = work / best * 1e-9
-    share = f"ours reaches {100 * ours[n] / rate:.0f} % of that" if n in ours else ""
-    print(f"| {what} | {best:.2f} ms, {rate:.0f} TFLOP/s | {share} |", flush=True)
+        if i > 1: best = min(best, start.elapsed_time(end) * 1e-4)
+    return best
+def row(name, shape, s, figure, what):
+    own = ours.get((what, shape))
+    print(f"| PyTorch {torch.__version__}, {name} | {shape} | {1e6 * s:.1f} us, {figure} |",
+          f"ours {own:.1f} us: {1e6 * s / own:.2f} x |" if own else "|", flush=True)
+attention = torch.nn.functional.scaled_dot_product_attention
+for dim in (128, 64):
+    for n in (1024, 4096, 16384):
+        q, k, v = (torch.randn(1, heads, n, dim, device="cuda", dtype=torch.float16)
+                   for heads in (32, 8, 8))
+        k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+        s = seconds(lambda i: attention(q, k, v, is_causal=True))
+        rate = 4 * n * (n + 1) / 2 * 32 * dim / s * 1e-12
+        row("attention", f"heads of {dim}, {n} tokens", s, f"{rate:.0f} TFLOP/s",
+            "attention of a prompt")
+for rows, cols in ((14336, 4096), (4096, 14336), (4096, 4096)):
+    w = [torch.randn(rows, cols, device="cuda", dtype=torch.float16) for _ in range(4)]
+    for n in (1, 16, 64, 512, 4096):
+        x = torch.randn(n, cols, device="cuda", dtype=torch.float16)
+        s = seconds(lambda i: torch.nn.functional.linear(x, w[i % 4]))
+        row("f16 product", f"{rows} x {cols}, {n} rows", s,
+            f"{2 * rows * cols * n / s * 1e-12:.0f} TFLOP/s", "product f16")
 PYTHON
-    say '' && say '| for comparison | figure | |' && say '|---|---|---|'
-    attempt 60 python3 "$work/attention.py" "$work/figures"
+    if ! grep -q 'prompt' "$work/figures"; then
+        ceilings || return
+        bench attention 60
+    else say '| operation | shape | figure | share |' && say '|---|---|---|---|'; fi
+    attempt 90 python3 "$work/torch.py" "$work/figures"
     went $? PyTorch
     grep '^|' "$work/log" | tee -a "$REPORT"
 }
@@ -302,7 +374,9 @@ write_model() { # write_model SHAPE TYPE: to $work/model.gguf
     return 1
 }
 run_decode() {
-    say '' && say '## One sequence' && say ''
+    say '' && say '### One sequence' && say ''
+    [ -n "$copy_rate" ] || { ceilings && say ''; }
+    watch decode
     say "| model | command | prefill, tokens/s | decode, tokens/s | GB/s of weights and cache |" \
         'share of the copy |'
     say '|---|---|---|---|---|---|'
@@ -349,11 +423,12 @@ run_decode() {
         } >>"$work/profiles"
         rm -f "$work/model.gguf"
     done
+    unwatch decode
     [ ! -s "$work/profiles" ] || tee -a "$REPORT" <"$work/profiles"
 }
 
 run_serve() { # the workload of nano-vllm's benchmark, on a Qwen3-0.6B shape
-    say '' && say '## Many sequences' && say ''
+    say '' && say '### Many sequences' && say ''
     local shape=dim=1024,layers=28,heads=16,kv-heads=8,head-dim=128,hidden=3072,vocab=151936
     shape=$shape,context=4096,rope-base=1000000,tied=1
     local options=(--requests 256 --prompt 100-1024 --gen 100-1024 --max-sequences 256
@@ -363,29 +438,14 @@ run_serve() { # the workload of nano-vllm's benchmark, on a Qwen3-0.6B shape
         options=(--requests 4 --prompt 4-9 --gen 2-4 --max-sequences 4 --max-batch-tokens 64)
     fi
     write_model "$shape" f16 || return
-    if [ "$DEVICE" = cuda ]; then
-        nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits -lms 100 \
-            >"$work/busy" 2>/dev/null &
-        sampler=$!
-    fi
+    watch serve
     attempt 150 "$B/llm" bench serve -m "$work/model.gguf" --device "$DEVICE" \
         --policy continuous "${options[@]}" --json
     went $? 'llm bench serve'
-    [ -z "$sampler" ] || { kill "$sampler" 2>/dev/null; wait "$sampler" 2>/dev/null; sampler=; }
     say "\`llm synth --shape $shape --type f16\`,"
     say "\`llm bench serve --policy continuous ${options[*]}\`:" && say ''
     show_log 6
-    # only the samples at full speed, without the idle ones before and after
-    if [ -s "$work/busy" ]; then
-        say 'GPU busy (nvidia-smi: share of the time in which a kernel ran; samples from the' \
-            "first to the last above 50 %): $(awk '
-            { x[NR] = $1; if ($1 > 50) { if (!first) first = NR; last = NR } }
-            END {
-                for (i = first; first && i <= last; i++) { sum += x[i]; n++ }
-                if (n) printf "%.1f %% of %d samples", sum / n, n
-                else print "not seen"
-            }' "$work/busy")"
-    fi
+    unwatch serve
     rm -f "$work/model.gguf"
 }
 
@@ -396,17 +456,19 @@ find_tool() { # print its path: on the PATH, or where the Toolkit and Nsight put
         tail -n 1
 }
 run_sanitizer() {
-    say '' && say '## compute-sanitizer' && say ''
+    say '' && say '### compute-sanitizer' && say ''
     local sanitizer tool status what
     sanitizer=$(find_tool compute-sanitizer)
     if [ "$DEVICE" != cuda ] || [ -z "$sanitizer" ]; then
         say 'Not run: there is no compute-sanitizer here.'
         return
     fi
-    local summary
-    local run=("$B/llm" run -m models/tales-q4_0.gguf --device cuda -n 4 --no-graphs
-        'Once upon a time')
-    say "\`llm run -m models/tales-q4_0.gguf -n 4 --no-graphs\`, and tests:" && say ''
+    local summary limit spare=10
+    case " $ONLY " in *' counters '*) spare=120 ;; esac # seconds that the next part needs
+    # a small cache: memcheck and initcheck keep a record of all memory that kernels can reach
+    local run=("$B/llm" run -m models/tales-q4_0.gguf --device cuda -n 4 --no-graphs -c 128
+        --cache-memory 16M 'Once upon a time')
+    say "\`${run[*]:1}\`, and tests:" && say ''
     say '| tool | program | result |' && say '|---|---|---|'
     for what in 'memcheck run' 'racecheck run' 'synccheck run' 'initcheck run' \
         'memcheck test_device' 'memcheck test_device_sampling' \
@@ -416,7 +478,14 @@ run_sanitizer() {
         # some tests ask for too much memory on purpose, which memcheck must not report
         local quiet=()
         [ "$tool" != memcheck ] || quiet=(--report-api-errors no)
-        attempt 100 "$sanitizer" --tool "$tool" "${quiet[@]}" --error-exitcode 9 "${program[@]}"
+        limit=$(($(left) - spare))
+        [ "$limit" -le 100 ] || limit=100
+        if [ "$limit" -lt 10 ]; then
+            say "| $tool | ${what#* } | left out: no time left |"
+            unfinished=$((unfinished + 1))
+            continue
+        fi
+        attempt "$limit" "$sanitizer" --tool "$tool" "${quiet[@]}" --error-exitcode 9 "${program[@]}"
         status=$?
         summary=$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported' "$work/log" |
             tail -n 1 | sed 's/=* *//')
@@ -430,29 +499,39 @@ run_sanitizer() {
 run_counters() {
     local ncu kernel figures='llm__|Duration|Throughput|Warp Cycles Per Issued|Achieved Occupancy'
     figures="$figures|Registers Per|Grid Size|Error|ERR_"
-    say '' && say '## Counters' && say ''
+    say '' && say '### Counters' && say ''
     ncu=$(find_tool ncu)
     if [ "$DEVICE" != cuda ] || [ -z "$ncu" ]; then
         say 'Not run: there is no ncu here.'
         return
     fi
-    write_model llama-3.1-8b q4_0 || return
-    say "ncu's figures for one launch of each kernel in \`llm bench -p 512 -g 8 --no-graphs\`"
-    say '(Llama-3.1-8B, q4_0):' && say '' && say '```'
-    # the first launches only warm up
-    for kernel in matmul_few matmul_many attention merge rmsnorm rope_and_store swiglu sample; do
-        attempt 60 "$ncu" --clock-control none --kernel-name "regex:llm__${kernel}_kernel" \
-            --launch-skip 20 --launch-count 1 \
-            --section SpeedOfLight --section WarpStateStats --section Occupancy \
-            --section LaunchStats "$B/llm" bench -m "$work/model.gguf" --device cuda -t 1 \
-            -p 512 -g 8 -r 1 --no-graphs
+    if [ -z "$bench_built" ]; then
+        build_bench || { went 1 'the build of tests/gpu_bench.cu'; return; }
+        bench_built=1
+    fi
+    say "ncu's figures for the second launch of each kernel in \`gpu_bench one ...\`: it launches"
+    say 'the kernel a few times, and nothing else with that name:'
+    say '' && say '```'
+    local one
+    # OPERATION:kernel; --launch-skip counts launches of that kernel only
+    for one in 'matmul q4_0 1:matmul' 'matmul f16 1:matmul' 'matmul q4_K 1:matmul' \
+        'matmul q4_0 16:matmul' 'matmul q4_0 64:matmul' 'matmul f16 512:matmul' \
+        'matmul q4_0 512:matmul' 'prompt:attention' 'attention:attention' 'attention:merge' \
+        'rmsnorm x 1:rmsnorm' 'gate x 64:swiglu' 'sampling:sample'; do
+        kernel=${one##*:}
+        say "==== ${one%:*}"
+        # shellcheck disable=SC2086
+        attempt 40 "$ncu" --clock-control none --kernel-name "regex:llm__$kernel" \
+            --launch-skip 1 --launch-count 1 --section SpeedOfLight --section WarpStateStats \
+            --section Occupancy --section LaunchStats --section MemoryWorkloadAnalysis \
+            "$B/gpu_bench" one ${one%:*}
+        went $? "ncu $one"
         grep -aE "$figures" "$work/log" | cut -c1-160 | tee -a "$REPORT"
         if grep -qaE 'ERR_NVGPUCTRPERM|Failed to initialize|LibraryNotLoaded' "$work/log"; then
             break
         fi
     done
     say '```'
-    rm -f "$work/model.gguf"
 }
 
 for part in $parts; do
@@ -464,4 +543,7 @@ for part in $parts; do
 done
 say ''
 say "$SECONDS s in all; $failed failed, $unfinished not finished."
+{ [ -f "$PAGE" ] || echo '# On a GPU' >"$PAGE"; } &&
+    sh tests/gpu_page.sh section "$PAGE" "measured: $ONLY" "$REPORT" &&
+    sh tests/gpu_page.sh beside "$PAGE" || failed=$((failed + 1))
 [ "$failed" -eq 0 ]

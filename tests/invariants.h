@@ -36,8 +36,7 @@ static const char *llm__check_blocks(llm__scheduler *s) {
         }
     }
     for (int i = 0; i < s->n_sequences; i++) n_saved += s->sequences[i]->n_saved;
-    for (int32_t place = s->swap_free; s->n_swap && place >= 0; place = s->swap_next[place])
-        n_saved++;
+    n_saved += s->n_swap_free;
     if (n_used) return "a block's reference count is the number of tables that list it";
     if (n_free != pool->n_free) return "the free blocks are those without references";
     return n_saved != s->n_swap ? "each place in host memory is free or holds one block" : NULL;

@@ -1,7 +1,8 @@
 #!/bin/sh
 # tests/lessons.sh: runs every lesson and the ladder. Their text must fit 80 columns and have no
-# colour in a pipe; the numbers of their JSON must be consistent; they must write a PNG; and wrong
-# arguments must be errors. The sizes are small, but the checks apply to any size.
+# colour in a pipe; the numbers of their JSON must be consistent; they must draw a picture as SVG
+# and as PNG, and some an animation; and wrong arguments must be errors. The sizes are small, but
+# the checks apply to any size.
 set -u
 . "$(dirname "$0")/cli_lib.sh"
 if [ ! -f "$TOP/models/tales-q4_0.gguf" ] || [ ! -f "$TOP/models/eval.txt" ]; then
@@ -22,13 +23,44 @@ judge_text() { # check that the last output fits 80 columns and has no escapes (
     else pass
     fi
 }
-judge_png() {
+judge_picture() { # name, SVG file; and a PNG file of the same name, with two pixels per unit
     name="$1: picture"
-    if [ "$(head -c 4 "$2" | tail -c 3)" != PNG ]; then fail "a PNG file"
+    units=$(sed -n 's/.*viewBox="0 0 \(940 [1-9][0-9]*\)".*/\1/p' "$2")
+    pixels=$(od -An -tu1 -j18 -N6 "${2%.svg}.png" |
+        awk '{ print ($1 * 256 + $2) / 2, ($5 * 256 + $6) / 2 }')
+    if [ -z "$units" ] || ! grep -q '^<title>.*</title>$' "$2" || ! grep -q '^</svg>$' "$2"; then
+        fail "an SVG file"
+    elif [ "$units" != "$pixels" ]; then fail "a PNG file of twice $units, not of $pixels"
     elif [ "$(wc -c <"$2")" -gt 65000 ]; then fail "less than 65 kB, not $(wc -c <"$2")"
+    elif [ -n "$python" ] &&
+        ! "$python" -c 'import sys, xml.dom.minidom as d; d.parse(sys.argv[1])' "$2" >log 2>&1; then
+        fail "XML: $(tail -n 1 log)"
     else pass
     fi
 }
+judge_page() { # name, HTML file: an animation that needs nothing else, and in Chromium plays
+    name="$1: animation"
+    frames=$(grep -c '^<svg ' "$2")
+    if [ "$(head -n 1 "$2")" != '<!DOCTYPE html>' ] || [ "$frames" -lt 2 ]; then
+        fail "an HTML page with frames"
+    elif sed 's/xmlns="[^"]*"//g' "$2" | grep -q '//\|@import\|src='; then
+        fail "no outside resources"
+    elif [ -z "$chromium" ]; then skip "$1: the animation plays (no Chromium)"
+    else
+        { cat "$2"; echo '<script>play.onclick()</script>'; } >playing.html
+        for page in "$2" playing.html; do
+            "$chromium" --headless --no-sandbox --disable-gpu --virtual-time-budget=200000 \
+                --dump-dom "file://$PWD/$page" 2>log |
+                sed -n 's/.*<output>\(.*\)<.output>.*/\1/p; /<svg .*"on"/=' | tr '\n' ' '
+        done >shown
+        grep -q "^1 of $frames [0-9]* $frames of $frames [0-9]* $" shown || {
+            fail "the first frame, then the last of $frames, not $(cat shown)"
+            return
+        }
+        pass
+    fi
+}
+chromium=$(command -v chromium || command -v chromium-browser || command -v google-chrome)
 holds() { # name, a Python expression of d (the JSON) that must be true
     name=$1
     if [ -z "$python" ]; then skip "$1 (no python3 to read JSON with)"
@@ -47,9 +79,9 @@ lesson_text() { # name, options: text with a picture
     what=$1
     shift
     name="$what: text"
-    run "$LLM" lesson "$what" --png "$what.png" "$@"
+    run "$LLM" lesson "$what" --svg "$what.svg" --png "$what.png" "$@"
     judge_text
-    judge_png "$what" "$what.png"
+    judge_picture "$what" "$what.svg"
 }
 lesson_json() { # name, options
     what=$1
@@ -69,9 +101,19 @@ for type in f16 q4_0; do
         "$LLM" synth --shape $shape --type $type tiny-$type.gguf
 done
 
+for what in attention batching paged speculation; do
+    args=
+    [ $what != speculation ] || args='-n 24 --texts 1 --most 1'
+    # shellcheck disable=SC2086
+    run "$LLM" lesson $what $args --html $what.html
+    judge_text
+    judge_page $what $what.html
+done
+bad "an animation into a folder" 1 "not a plain file" "$LLM" lesson paged --html .
+bad "an animation of what has no steps" 2 "unknown option" "$LLM" lesson kv --html kv.html
 ok "the list" "lesson speculation" "$LLM" lesson
 for what in memory roofline program kv attention int4 prefill batching paged prefix speculation \
-    kernel tokens sampling cpu; do
+    kernel step tokens sampling cpu serving block weights; do
     name="the list names $what"
     if grep -q "llm lesson $what " out; then pass; else fail "its name"; fi
 done
@@ -105,6 +147,37 @@ holds "memory: well-known sizes" \
 holds "memory: cost = price / rate" \
     'all(abs(r["dollars_per_million"] * r["tokens_per_second"] * 3600 / 1e6 - 2) < 1e-6 for r in
          d["shapes"])'
+
+lesson step
+holds "step: the bytes of Llama 3.1 8B in q4_0; fewer launches; the times add up" \
+    '4.6e9 < d["bytes"] < 5e9 and d["n_launches"] < 0.7 * d["n_launches_apart"]
+     and d["bytes"] / 4300e9 * 1e6 < d["microseconds"] < d["microseconds_apart"]
+     and abs(sum(r["share"] for r in d["launches"]) - 100) < 1e-6'
+bad "step: no such shape" 1 "there is no shape" "$LLM" lesson step --shape nothing
+
+lesson block --text 1000
+holds "block: RoPE: a score depends on the distance only" \
+    'len(d["rope"]) == 7 and all(abs(r[k] - r["near"]) < 1e-3 for r in d["rope"] for k in
+         ("far", "farther")) and abs(d["rope"][0]["near"] - d["rope"][6]["near"]) > 1e-3'
+holds "block: no part can be left out of all layers; the model itself is in every figure" \
+    'len(d["parts"]) == 7 and all(r["bits"] > d["parts"][0]["bits"] + 0.3 for r in d["parts"][1:])
+     and len(d["layers"]) == 8 and all(1 < r[k] < d["parts"][2]["bits"] for r in d["layers"]
+         for k in ("attention", "feed_forward"))'
+holds "block: a rotation changes no length; the blocks add to x" \
+    '(lambda r: abs(r["attn_q"] - r["rope_store"]) < 1e-5 and r["embed"] < r["ffn_down"])(
+         {r["operation"]: r["rms"] for r in d["layer"]})'
+bad "block: a model with other parts" 1 "layers with RMSNorm" "$LLM" lesson block \
+    -m "$TOP/tests/data/models/bloom.gguf"
+
+lesson weights
+holds "weights: a bell curve's kurtosis and tails; ffn_down is smaller, as it has more inputs" \
+    '(lambda r: all(2.9 < r[n]["kurtosis"] < 4 and 0.2 < r[n]["far"] < 0.6 for n in r
+         if "norm" not in n) and r["ffn_down"]["rms"] < 0.8 * r["ffn_up"]["rms"])(
+         {r["tensor"]: r for r in d["tensors"]})'
+holds "weights: the larger the group, the larger the error; a group of 32 has about 10 %" \
+    'len(d["errors"]) == 7 and all(r["g8"] < r["g16"] < r["g32"] < r["g64"] < r["g256"] <= r["row"]
+         < r["all"] and 9 < r["g32"] < 11 for r in d["errors"])'
+bad "weights: no such layer" 1 "layers 0 to 7" "$LLM" lesson weights --layer 8
 
 lesson kv -n 24 -p 5
 holds "kv: the same tokens" 'd["same_tokens"] == 1'
@@ -244,9 +317,16 @@ holds "prefix: a prompt's last token is always computed; the number of blocks is
      and all(r["prompt"] == 112 and r["found"] <= r["prompt"] - 1 for r in d["requests"])
      and d["blocks_used_without"] == d["blocks_separate"] == 3 * math.ceil((112 + 7) / 16)'
 
-lesson speculation --texts 2 -n 24 --most 3
+lesson speculation --texts 2 -n 24 --most 3 --inflate 12M
 holds "speculation: the same tokens at every depth" \
     'all(r["same_tokens"] == 1 for r in d["depths"]) and d["depths"][0]["tokens_per_step"] == 1'
+holds "speculation: the inflated target takes the same steps" \
+    '[(r["accepted_percent"], r["tokens_per_step"]) for r in d["depths"]] ==
+     [(r["accepted_percent"], r["tokens_per_step"]) for r in d["inflated"]]'
+holds "speculation: at the acceptance that breaks even, the formula gives the cost" \
+    'all(abs((1 - (r["break_even_percent"]/100)**(r["depth"]+1)) / (1 -
+         r["break_even_percent"]/100) - r["cost"]) < 1e-6 if r["break_even_percent"] else
+         r["cost"] > r["depth"] + 1 - 1e-6 for r in d["depths"][1:] + d["inflated"][1:] if r["cost"] > 1)'
 holds "speculation: the formula" \
     'all(abs(r["formula"] - (1 - (r["accepted_percent"]/100)**(r["depth"]+1)) / (1 -
          r["accepted_percent"]/100)) < 1e-9 for r in d["depths"][1:])'
@@ -307,6 +387,25 @@ bad "cpu: no such type" 1 "no type 'q4_X'" "$LLM" lesson cpu --type q4_X
 bad "cpu: no whole blocks" 1 "100 columns are not a multiple of 32" "$LLM" lesson cpu --cols 100
 bad "cpu: on another device" 1 "is about the CPU" "$LLM" lesson cpu --device emulated
 
+lesson_text serving -m tiny-f16.gguf --requests 20
+lesson_json serving --requests 60 -p 4-16 -g 4-16 --long 100 --max-sequences 4
+holds "serving: the rates are shares of the capacity, the fastest closed loop or more" \
+    'all(abs(r["offered"] * 100 / d["capacity"] / r["load_percent"] - 1) < 1e-6 for r in d["open"])
+     and d["capacity"] >= max(r["requests_per_second"] for r in d["closed"])'
+holds "serving: goodput is at most throughput; p50 is at most p99; tokens per request" \
+    'all(r["goodput"] <= r["requests_per_second"] * 1.000001 for r in d["open"])
+     and all(r[k + "_p50_ms"] <= r[k + "_p99_ms"] for k in ("ttft", "tpot") for t in ("open",
+         "closed", "chunks") for r in d[t])
+     and all(4 <= r["tokens_per_second"] / r["requests_per_second"] <= 16 for t in ("open",
+         "closed") for r in d[t])'
+holds "serving: 32 clients wait for 4 sequences" \
+    '(lambda c: c[32]["ttft_p50_ms"] > 2 * c[1]["ttft_p50_ms"])({r["clients"]: r for r in
+         d["closed"]})'
+holds "serving: no answer is in flight longer than the run" \
+    'all(0 < r["in_flight"] <= 60 for r in d["open"]) and len(d["chunks"]) == 4'
+bad "serving: a prompt longer than the context" 1 "do not fit" "$LLM" lesson serving -p 2000
+bad "serving: an answer longer than the context" 1 "do not fit" "$LLM" lesson serving -g 2-2000
+
 name="kernel: no such kernel"
 run "$LLM" lesson kernel -m tiny-q4_0.gguf --kernel cooking
 if grep -q 'built without the emulated device' err; then
@@ -331,36 +430,73 @@ else
         'all(r["used_kib"] <= r["moved_kib"] for r in d["step"])
          and all(r["shared_passes"] is None or r["shared_passes"] >= r["shared_least"] > 0 for r in
              d["step"])'
-    holds "kernel: rmsnorm runs twice per layer and once at the end, and reads its row twice" \
+    holds "kernel: attention has no bank conflict" \
+        'all(r["shared_passes"] == r["shared_least"] for r in d["step"] if r["kernel"] ==
+             "attention")'
+    holds "kernel: rmsnorm runs twice per layer and once at the end, and reads its row once" \
         '(lambda r: r["runs"] == 2 * 8 + 1)(next(r for r in d["step"] if r["kernel"] == "rmsnorm"))
-         and (lambda t: t[0]["sectors"] == 2 * 256 * 4 / 32 and t[0]["memory"] == "activations" and
+         and (lambda t: t[0]["sectors"] == 256 * 4 / 32 and t[0]["memory"] == "activations" and
              t[-1]["sectors"] == 32 and t[-1]["kind"] == "store")(d["one"])'
-    run "$LLM" lesson kernel -m tiny-q4_0.gguf --json --kernel matmul_few
-    holds "kernel: the matmul of q, k and v reads each weight once" \
+    # 256 columns: each of four segments has a chunk (with fewer, segments share chunks)
+    "$LLM" synth --shape dim=256,layers=1,heads=4,kv-heads=1,hidden=256,vocab=300,context=64 \
+        --type q4_0 wide-q4_0.gguf >/dev/null 2>&1
+    run "$LLM" lesson kernel -m wide-q4_0.gguf --json --kernel matmul_one
+    holds "kernel: the matmul of q reads each weight once" \
         'sum(r["sectors"] for r in d["one"] if r["memory"] == "weights" and r["kind"] == "load") *
-             32 == (64 + 2 * 32) * 64 * 18 / 32'
+             32 == 256 * 256 * 18 / 32'
     run "$LLM" lesson kernel -m tiny-q4_0.gguf --json --plain-kernels --kernel plain_matmul
-    holds "kernel: the plain kernel moves more: it uses a quarter of the weights' sectors" \
-        '(lambda r: r["moved_kib"] > 1.5 * r["used_kib"])(next(r for r in d["step"] if r["kernel"]
+    holds "kernel: the plain kernel moves more: it reads x for each row, and scales one by one" \
+        '(lambda r: r["moved_kib"] > r["used_kib"])(next(r for r in d["step"] if r["kernel"]
              == "plain_matmul"))
+         and (lambda n: n("activations", 4) > n("weights", 16) > n("weights", 8) > 0)(
+             lambda memory, bytes: sum(r["sectors"] for r in d["one"] if r["memory"] == memory and
+                 r["bytes"] == bytes and r["kind"] == "load"))
          and next(r for r in d["one"] if r["memory"] == "weights" and r["bytes"] ==
-             4)["used_percent"] == 25'
+             8)["used_percent"] == 25'
+    name="kernel ladder: text"
+    run "$LLM" lesson kernel --ladder --rows 40 --cols 1056 --device emulated \
+        --svg ladder.svg --png ladder.png
+    judge_text
+    judge_picture "kernel ladder" ladder.svg
+    run "$LLM" lesson kernel --ladder --device emulated --json
+    json "kernel ladder: JSON"
+    holds "kernel ladder: every version is near the plain loop" \
+        'len(d["work"]) == len(d["memory"]) == 7 and all(r["error"] < 1e-3 for r in d["work"])'
+    holds "kernel ladder: packed weights move once; files' bytes move several times" \
+        '[r["weights_kib"] == d["weights_kib"] for r in d["memory"]] == [False] * 2 + [True] * 5
+         and d["memory"][0]["weights_kib"] > 8 * d["memory"][1]["weights_kib"] > 24 * 288'
+    holds "kernel ladder: tiles share x: an eighth of a sector per row and 8 columns" \
+        'all(r["x_kib"] == 128 / 16 * 4096 * 2 / 1024 and r["full_percent"] == 100 for r in
+             d["memory"][4:])'
+    holds "kernel ladder: 5 operations per weight at first; then a matrix product per 256 weights" \
+        'all(r["arithmetic"] * 288 >= 128 * 4096 / 32 * 5 for r in d["work"][:3])
+         and all(abs(r["warp_operations"] * 288 - 128 * 4096 / 256) < 1 for r in d["work"][4:])'
+    holds "kernel ladder: bytes ahead; the split has a barrier per block, and no bank conflict" \
+        '[(r["warps"], r["ahead"]) for r in d["work"][4:]] == [(8, 576), (8, 2304), (64, 2304)]
+         and (lambda r: r["barriers"] == 8 and r["passes"] == r["least"])(d["memory"][6])'
+    bad "kernel ladder: on the CPU" 1 "need the emulated device" "$LLM" lesson kernel --ladder \
+        --device cpu
+    bad "kernel ladder: no whole blocks" 1 "33 columns are not a multiple of 32" \
+        "$LLM" lesson kernel --ladder --cols 33
+    bad "kernel: --rows alone" 2 "need --ladder" "$LLM" lesson kernel --rows 16
     bad "kernel: on the CPU" 1 "need the emulated device" "$LLM" lesson kernel --device cpu
     bad "kernel: on a GPU" 1 "need the emulated device" "$LLM" lesson kernel --device cuda
 fi
 
 name="ladder: text"
-run "$LLM" ladder -m tiny-f16.gguf -n 8 --text 400 --png ladder.png
+run "$LLM" ladder -m tiny-f16.gguf -n 8 --text 400 --svg ladder.svg --png ladder.png
 judge_text
-judge_png ladder ladder.png
-run "$LLM" ladder -n 8 --requests 6 --text 400 --json
+judge_picture ladder ladder.svg
+run "$LLM" ladder -n 8 --requests 6 --text 400 --inflate 12M --json
 holds "ladder: each rung gives the previous rung's tokens, except int4" \
-    'len(d["rungs"]) == 11 and [r["tokens"] for r in d["rungs"]].count("same") == 9
+    'len(d["rungs"]) == 12 and [r["tokens"] for r in d["rungs"]].count("same") == 10
      and d["rungs"][5]["tokens"].startswith("bits ")'
 holds "ladder: factors, total and rates agree; the same cache on all rungs" \
     'all(abs(b[k + "_times"] * a[k + "_tokens_per_second"] / b[k + "_tokens_per_second"] - 1) <
-         1e-6 for a, b in zip(d["rungs"], d["rungs"][1:]) for k in ("one", "many"))
-     and all(abs(d["total_" + k] * d["rungs"][0][k + "_tokens_per_second"] / d["rungs"][-1][k +
+         1e-6 for a, b in zip(d["rungs"], d["rungs"][1:]) if b["one_times"]
+         for k in ("one", "many"))
+     and [r["one_times"] is None for r in d["rungs"]] == [i in (0, 10) for i in range(12)]
+     and all(abs(d["total_" + k] * d["rungs"][0][k + "_tokens_per_second"] / d["rungs"][9][k +
          "_tokens_per_second"] - 1) < 1e-6 for k in ("one", "many"))
      and len({r["memory_mib"] for r in d["rungs"][:5]}) == 1'
 holds "ladder: int4 needs less memory" 'd["rungs"][5]["memory_mib"] < d["rungs"][4]["memory_mib"]'
@@ -371,7 +507,7 @@ if ! "$LLM" run -m tiny-f16.gguf --device emulated -n 1 x 2>&1 | grep -q 'built 
         what=$1
         shift
         name="$what on the emulated device"
-        run "$LLM" lesson "$what" -m tiny-f16.gguf --device emulated --json "$@"
+        run "$LLM" lesson "$what" -m tiny-f16.gguf --device emulated --trust-gpu --json "$@"
         json "$what on the emulated device: JSON"
     }
     emulated kv -n 6 -p 4
@@ -433,7 +569,7 @@ if ! "$LLM" run -m tiny-f16.gguf --device emulated -n 1 x 2>&1 | grep -q 'built 
         "$LLM" lesson program -m tiny-f16.gguf --device emulated
     bad "emulated: roofline" 1 "no speed to measure" \
         "$LLM" lesson roofline -m tiny-f16.gguf --device emulated
-    run "$LLM" ladder -m tiny-f16.gguf --device emulated -n 4 --requests 2 --text 100 --json
+    run "$LLM" ladder -m tiny-f16.gguf --device emulated --trust-gpu -n 4 --requests 2 --text 100 --json
     holds "emulated: ladder: a GPU's rungs, each gives the previous rung's tokens" \
         '[r["rung"] for r in d["rungs"][2:6]] == ["+ tiled kernels", "+ fused kernels",
              "+ split attention", "+ graphs"] and len(d["rungs"]) == 11
@@ -450,7 +586,7 @@ ok "another model: kv" "Both gave the same" "$LLM" lesson kv -m "$wide" -n 8 -p 
 # a Hugging Face folder with a context of 64 tokens and 2 layers: the defaults must shrink
 folder=$TOP/tests/data/models/llama
 for what in memory program kv attention "int4 --text 300" prefill batching paged prefix \
-    "speculation --lookup" tokens sampling; do
+    "speculation --lookup" tokens sampling "serving --requests 10"; do
     name="a folder with a small context: $what"
     # shellcheck disable=SC2086
     run "$LLM" lesson $what -m "$folder"
@@ -471,6 +607,7 @@ bad "an unknown option" 2 "did you mean --json" "$LLM" lesson kv --jsn
 bad "an argument too many" 2 "one argument too many" "$LLM" lesson kv 12
 bad "no number" 2 "whole number" "$LLM" lesson kv -n many
 bad "a picture into a folder" 1 "not a plain file" "$LLM" lesson kv --png .
+bad "an SVG picture into a folder" 1 "not a plain file" "$LLM" lesson kv --svg .
 bad "no such model" 1 "cannot open" "$LLM" lesson kv -m no.gguf
 bad "a prompt longer than the context" 1 "context" "$LLM" lesson kv -p 5000
 bad "a text longer than the context: kv" 1 "do not fit the context of 1024" \
@@ -490,7 +627,7 @@ bad "no such tensor" 1 "has no tensor" "$LLM" lesson int4 --tensor blk.77.nothin
 bad "weights that are int4 already" 1 "are q4_0 already" \
     "$LLM" lesson int4 -m models/tales-q4_0.gguf
 bad "a picture where nothing may be written" 1 "cannot write" \
-    "$LLM" lesson prefix --shared 20 --requests 1 --png /nowhere/x.png
+    "$LLM" lesson prefix --shared 20 --requests 1 --svg /nowhere/x.svg
 bad "a ladder longer than the context" 1 "do not fit the context of 512" "$LLM" ladder -n 5000
 
 in_terminal() { # lesson, options: run it in a terminal of 80 columns, with colour and without
@@ -510,7 +647,7 @@ in_terminal() { # lesson, options: run it in a terminal of 80 columns, with colo
 }
 if command -v script >/dev/null 2>&1 && script -qec true /dev/null >/dev/null 2>&1; then
     in_terminal prefix --shared 20 --requests 1
-    in_terminal speculation --texts 1 -n 16 --most 1
+    in_terminal speculation --texts 1 -n 16 --most 1 --inflate 0
     in_terminal paged
     in_terminal kv -n 8
 else

@@ -326,22 +326,22 @@ ZEPHYR = """{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
-TEMPLATES = [  # model, llm.h's name for the template (None: not known), BOS, EOS, template
+TEMPLATES = [  # model, name of the template in llm.h that gives the same (or None), BOS, EOS, template
     ("chatml", "chatml", "", "<|im_end|>", CHATML),
-    ("chatml with BOS", "chatml", "<s>", "<|im_end|>", "{{bos_token}}" + CHATML),
-    ("Qwen1.5, Qwen2", "chatml", "", "<|im_end|>",
+    ("chatml with BOS", None, "<s>", "<|im_end|>", "{{bos_token}}" + CHATML),
+    ("Qwen1.5, Qwen2", None, "", "<|im_end|>",
      QWEN2.replace("SYSTEM", "You are a helpful assistant.")),
-    ("Qwen2.5", "chatml", "", "<|im_end|>", QWEN25),
-    ("SmolLM2", "chatml", "<|im_start|>", "<|im_end|>",
+    ("Qwen2.5", None, "", "<|im_end|>", QWEN25),
+    ("SmolLM2", None, "<|im_start|>", "<|im_end|>",
      QWEN2.replace("SYSTEM", "You are a helpful AI assistant named SmolLM, trained by "
                    "Hugging Face")),
-    ("chatml, role by role", "chatml", "", "<|im_end|>", CHATML_ROLES),
-    ("Yi, Unsloth's", "chatml", "", "<|im_end|>", YI_UNSLOTH),
-    ("Qwen3-Instruct-2507", "chatml", "", "<|im_end|>", QWEN3_INSTRUCT),
+    ("chatml, role by role", None, "", "<|im_end|>", CHATML_ROLES),
+    ("Yi, Unsloth's", None, "", "<|im_end|>", YI_UNSLOTH),
+    ("Qwen3-Instruct-2507", None, "", "<|im_end|>", QWEN3_INSTRUCT),
     ("Qwen3", "qwen3", "", "<|im_end|>", QWEN3),
-    ("Qwen3, at first", "qwen3", "", "<|im_end|>", QWEN3_FIRST),
-    ("Qwen3, GGUF", "qwen3", "", "<|im_end|>", QWEN3_GGUF),
-    ("Qwen3, Unsloth's", "qwen3", "", "<|im_end|>", QWEN3_UNSLOTH),
+    ("Qwen3, at first", None, "", "<|im_end|>", QWEN3_FIRST),
+    ("Qwen3, GGUF", None, "", "<|im_end|>", QWEN3_GGUF),
+    ("Qwen3, Unsloth's", None, "", "<|im_end|>", QWEN3_UNSLOTH),
     ("Qwen3-Instruct-2507, Unsloth's", "qwen3-instruct", "", "<|im_end|>", QWEN3_INSTRUCT_UNSLOTH),
     ("Qwen3-Thinking-2507", "qwen3-thinking", "", "<|im_end|>", QWEN3_THINKING),
     ("Llama 3", "llama3", "<|begin_of_text|>", "<|eot_id|>", LLAMA3),
@@ -361,61 +361,16 @@ TEMPLATES = [  # model, llm.h's name for the template (None: not known), BOS, EO
      mistral("last", "[INST]", "[/INST]", 'message["content"]')),
     ("Mistral Large", "mistral-v7", "<s>", "</s>", MISTRAL_V7),
     ("Zephyr, TinyLlama", "zephyr", "<s>", "</s>", ZEPHYR),
-    # templates that resemble a known one, but must not be recognised as it
+    # variants, and templates that have no name here
     ("another system message", None, "<s>", "</s>",
      LLAMA2.replace("system_message = false", "system_message = 'Be good.'")),
-    ("chatml that trims", None, "", "<|im_end|>",
-     CHATML.replace("message['content']", "message['content'] | trim")),
-    ("chatml, no line ends", None, "", "<|im_end|>", CHATML.replace(" + '\\n'}}", "}}")),
     ("chatml, stray line ends", None, "", "<|im_end|>", CHATML.replace("'\\n'}}", "'\\n'}}\n")),
-    ("a system message by a rule", None, "", "<|im_end|>",
-     QWEN2.replace("SYSTEM<", "It is ' + today + '.<")),
-    ("chatml, text in front", None, "", "<|im_end|>", "Begin. " + CHATML),
-    ("chatml, a line end and BOS in front", None, "<s>", "<|im_end|>", "\n{{bos_token}}" + CHATML),
-    ("chatml that opens a thought", None, "", "<|im_end|>",
-     CHATML.replace("assistant\\n'", "assistant\\n' }}{{ '<think>\\n'")),
     ("chatml that drops thoughts", None, "", "<|im_end|>",
      CHATML.replace("message['content']", "message['content'].split('</think>')[-1]", 1)),
-    ("chatml, role by role, trimmed", None, "", "<|im_end|>",
-     CHATML_ROLES.replace("message['content']", "message['content']|trim", 2)),
-    ("Qwen3-Instruct-2507, trimmed", None, "", "<|im_end|>",
-     QWEN3_INSTRUCT.replace("content = message.content", "content = message.content|trim")),
     ("Qwen3, trimmed", None, "", "<|im_end|>",
      QWEN3.replace("content = message.content", "content = message.content|trim")),
-    ("Qwen3 that keeps thoughts", None, "", "<|im_end|>",
-     QWEN3.replace("loop.index0 > ns.last_query_index", "true")),
-    ("Qwen3 that keeps the line ends", None, "", "<|im_end|>",
-     QWEN3_GGUF.replace("[-1].lstrip('\\n') %}\n                {%- set r",
-                        "[-1] %}\n                {%- set r")),
-    ("Qwen3 that may open a thought", None, "", "<|im_end|>",
-     QWEN3_THINKING.replace("{%- if add_generation_prompt %}",
-                            "{%- if add_generation_prompt and enable_thinking %}")),
-    ("Qwen3 without the ends of answers", None, "", "<|im_end|>",
-     QWEN3_GGUF.replace("        {{- '<|im_end|>\\n' }}\n", "")),
-    ("Qwen3 that always says not to think", None, "", "<|im_end|>",
-     QWEN3_UNSLOTH.replace("enable_thinking is defined and ", "not ")),
-    ("Qwen3-Thinking-2507, answers in capitals", None, "", "<|im_end|>",
-     QWEN3_THINKING.replace("content }}", "content | upper }}")),
-    ("Qwen3-Instruct-2507, Unsloth's, another role", None, "", "<|im_end|>",
-     QWEN3_INSTRUCT_UNSLOTH.replace('role == "system"', 'role == "rules"')),
-    ("Qwen3-Instruct-2507, the system's message last", None, "", "<|im_end|>",
-     QWEN3_INSTRUCT.replace("messages[0]", "messages[-1]")),
-    ("chatml, role by role, another role", None, "", "<|im_end|>",
-     CHATML_ROLES.replace("== 'assistant'", "== 'model'")),
-    ("Llama 3.1 without BOS", None, "<|begin_of_text|>", "<|eot_id|>",
-     LLAMA31.replace("{{- bos_token }}\n", "")),
-    ("Llama 3.1 with one date", None, "<|begin_of_text|>", "<|eot_id|>",
-     LLAMA31.replace('{{- "Cutting Knowledge Date: December 2023\\n" }}\n', "")),
-    ("Llama 3.1, Unsloth's, another date", None, "<|begin_of_text|>", "<|eot_id|>",
-     LLAMA31_UNSLOTH.replace("26 July", "27 July")),
-    ("Llama 3.2 in capitals", None, "<|begin_of_text|>", "<|eot_id|>",
-     LLAMA32.replace("{{- system_message }}", "{{- system_message|upper }}")),
-    ("Llama 3.1, another system message", None, "<|begin_of_text|>", "<|eot_id|>",
-     LLAMA31.replace('message = ""', 'message = "Be good."')),
-    ("Llama 3.1, the answers alone trimmed", None, "<|begin_of_text|>", "<|eot_id|>",
-     LLAMA31.replace("['content']|trim", "['content']")),
     ("Zephyr in one line", None, "<s>", "</s>", ZEPHYR.replace("}}\n", "}}")),
-    ("Gemma", None, "<bos>", "<eos>",
+    ("Gemma", None, "<s>", "</s>",
      "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + "
      "'\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
      "{{'<start_of_turn>model\\n'}}"),
@@ -472,9 +427,8 @@ def main():
     for model, name, bos, eos, template in TEMPLATES:
         more = {"date_string": "1 Apr 2025"} if name == "llama3.2" else {}
         entry = {"model": model, "name": name, "bos": bos, "eos": eos, "template": template}
-        if name:
-            entry["rendered"] = [render(template, bos, eos, c, **more) for c in cs]
-        if name and name.startswith("qwen3"):
+        entry["rendered"] = [render(template, bos, eos, c, **more) for c in cs]
+        if "Qwen3" in model:
             renderings = [render(template, bos, eos, c, enable_thinking=False) for c in cs]
             entry["no_thinking"] = renderings
         templates.append(entry)

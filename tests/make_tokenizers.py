@@ -10,7 +10,10 @@
 import json
 import os
 import random
+import tempfile
 
+import sentencepiece as spm
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers,
                         pre_tokenizers, processors, trainers)
 
@@ -49,6 +52,63 @@ def sentencepiece(metaspace):
     return t, []
 
 
+def unigram(bytes_too):
+    """Trained in main, since a Unigram model cannot be made empty with byte_fallback."""
+    t = Tokenizer(models.Unigram())
+    t.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(),
+                                         normalizers.Replace(Regex(" {2,}"), " ")])
+    t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if bytes_too else "never")
+    t.decoder = decoders.Metaspace(prepend_scheme="always" if bytes_too else "never")
+    return t, []
+
+
+def charsmap():
+    """Unigram with SentencePiece's table for replacing characters; a small one. The library looks
+    up whole grapheme clusters of less than 6 bytes, then characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        rules, sample, prefix = (os.path.join(folder, x) for x in ("rules.tsv", "sample", "m"))
+        with open(rules, "w", encoding="utf-8") as f:
+            for a, b in (("\u00a0", " "), ("\u3000", " "), ("\u0085", ""), ("\u2003", " "), ("\t", " "),
+                         ("\ufb01", "fi"), ("\u00bd", "1/2"),
+                         ("e\u0301", "\u00e9"), ("e\u0301\u0316", "the")):
+                f.write("%s\t%s\n" % tuple(" ".join("%X" % ord(c) for c in x) for x in (a, b)))
+        with open(sample, "w", encoding="utf-8") as f:
+            f.write("the fox said\n" * 9)
+        spm.SentencePieceTrainer.train(
+            input=sample, model_prefix=prefix, model_type="char", hard_vocab_limit=False,
+            normalization_rule_tsv=rules, minloglevel=2)
+        model = sentencepiece_model_pb2.ModelProto()
+        with open(prefix + ".model", "rb") as f:
+            model.ParseFromString(f.read())
+    t, alphabet = unigram(True)
+    t.normalizer = normalizers.Sequence([
+        normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap), normalizers.Strip(),
+        normalizers.Replace(Regex(" {2,}"), " ")])
+    return t, alphabet
+
+
+def gemma():
+    t = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    t.normalizer = normalizers.Replace(" ", "\u2581")
+    t.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                   decoders.Fuse()])
+    return t, []
+
+
+# DeepSeek's kind: several splits, then ByteLevel
+DEEPSEEK = pre_tokenizers.Sequence([
+    pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+    pre_tokenizers.Split(Regex(r"[\u4e00-\u9fa5\u3040-\u30ff]+"), "merged_with_next"),
+    pre_tokenizers.Punctuation("contiguous"),
+    pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+                               r"\s*[\r\n]+|\s+(?!\S)|\s+"), "removed", invert=True),
+    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+])
+FALCON = pre_tokenizers.Sequence([
+    pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.ByteLevel(add_prefix_space=False),
+    pre_tokenizers.Digits(individual_digits=False),
+    pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")])
 SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
                                   pre_tokenizers.ByteLevel(add_prefix_space=False)])
 KINDS = [("gpt2", byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))),
@@ -58,7 +118,9 @@ KINDS = [("gpt2", byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))),
          ("qwen2", byte_level(split(QWEN2), nfc=True)),
          ("smollm", byte_level(SMOLLM)), ("llama2", sentencepiece(None)),
          ("metaspace first", sentencepiece("first")),
-         ("metaspace always", sentencepiece("always"))]
+         ("metaspace always", sentencepiece("always")), ("deepseek", byte_level(DEEPSEEK)),
+         ("gemma", gemma()), ("unigram", unigram(False)), ("unigram with bytes", unigram(True)),
+         ("falcon", byte_level(FALCON)), ("unigram with charsmap", charsmap())]
 
 SAMPLES = [
     "Once upon a time there was a fox, who didn't know what it's worth; she'd say: "
@@ -103,11 +165,19 @@ def main():
         trainer = trainers.BpeTrainer(vocab_size=480 if alphabet else 330,
                                       initial_alphabet=alphabet, special_tokens=specials,
                                       show_progress=False)
+        if isinstance(t.model, models.Unigram):
+            trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=specials,
+                                              unk_token="<unk>", show_progress=False)
         t.train_from_iterator(SAMPLES * 4, trainer)
         if not alphabet:  # the trainer has no byte tokens: add them
             d = json.loads(t.to_str())
-            for b in range(256):
-                d["model"]["vocab"]["<0x%02X>" % b] = len(d["model"]["vocab"])
+            vocab = d["model"]["vocab"]
+            for b in range(256 if name != "unigram" else 0):
+                if isinstance(vocab, list):
+                    vocab.append(["<0x%02X>" % b, 0.0])
+                else:
+                    vocab["<0x%02X>" % b] = len(vocab)
+            d["model"]["byte_fallback"] = name != "unigram"
             t = Tokenizer.from_str(json.dumps(d))
         t.add_tokens([AddedToken("<tool>", normalized=False)])
         bos = ("<s>", t.token_to_id("<s>"))
@@ -117,6 +187,9 @@ def main():
         plain["added_tokens"] = [a for a in plain["added_tokens"]
                                  if not a["special"] or a["content"] == "<unk>"]
         plain["post_processor"] = None
+        if name.startswith("unigram"):  # the library's model would find them in text
+            for entry in plain["model"]["vocab"][1:3]:
+                entry[0] = "\ue000" + entry[0]
         plain = Tokenizer.from_str(json.dumps(plain))
         file = name.replace(" ", "-") + ".json"
         ids = [[t.encode(x, add_special_tokens=True).ids,

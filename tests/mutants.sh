@@ -10,7 +10,8 @@
 #     JOBS=2            this many at a time (default: one per processor)
 #
 # A patch file begins with a sentence that describes the bug. A line `Tests: NAME...` replaces the
-# chapter's list of tests, and a line `Survives: REASON` explains why no test can find it. Ends in
+# chapter's list of tests, and a line `Survives: REASON` explains why no test can find it. For a test
+# that includes tests/device_util.h, NAME may be test_device:test_graphs: a single function. Ends in
 # one line, "N passed, N failed". A mutant fails if it survives without a reason, does not apply,
 # does not compile, or if its test also fails without the patch.
 set -u
@@ -65,14 +66,17 @@ run() { # command...: 0 if it passes
 # attempt TEST CHAPTER: 0 if the test passes, 1 if it fails, 2 if it does not compile; its output is
 # in ../log
 attempt() {
+    program=build/${1%%:*} only=
     case $1 in
     *.sh) [ "$1" = tests/races.sh ] || build llm "$2" >../log 2>&1 || return 2
         # shellcheck disable=SC2086
-        LLM=./llm run $limit sh "$1" || return 1 ;;
-    *) build "build/$1" "$2" >../log 2>&1 || return 2
-        # shellcheck disable=SC2086
-        run $limit "build/$1" || return 1 ;;
+        LLM=./llm run $limit sh "$1" || return 1
+        return ;;
+    *:*) only=${1#*:} ;;
     esac
+    build "$program" "$2" >../log 2>&1 || return 2
+    # shellcheck disable=SC2086
+    run env LLM_TEST_ONLY="$only" $limit "$program" || return 1
 }
 
 fresh() { # enter a new copy of the tree, with its time stamps

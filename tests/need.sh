@@ -1,6 +1,7 @@
 #!/bin/sh
 # tests/need.sh THING...: check that each thing is installed; if not, install it with apt. Things:
-# make, cc, cmocka, c++, clang, fuzzer, arm64, qemu, python. Run by the Makefile and by .ci/run.
+# make, cc, cmocka, microhttpd, c++, clang, fuzzer, arm64, qemu, python, gdb, chromium, nginx, cmark. Run
+# by the Makefile, by .ci/run and by tests/serve_nginx.sh.
 set -u
 CC=${CC:-cc}
 
@@ -16,6 +17,8 @@ has() {
         compiles "$CC" ;;
     cmocka) has cc && printf '#include <%s.h>\n' setjmp stdarg stddef stdint cmocka |
         compiles "$CC" -fsyntax-only ;;
+    microhttpd) printf '#include <microhttpd.h>\nint main(void) { return 0; }\n' |
+        compiles "$CC" -lmicrohttpd ;;
     c++) printf '#include <cstdio>\nint main() { return 0; }\n' |
         g++ -x c++ - -o /dev/null >/dev/null 2>&1 ;;
     clang) printf 'int main(void) { return 0; }\n' | compiles clang ;;
@@ -25,6 +28,11 @@ has() {
     arm64) printf '#include <stdio.h>\nint main(void) { return 0; }\n' |
         compiles aarch64-linux-gnu-gcc ;;
     qemu) command -v qemu-aarch64 >/dev/null 2>&1 ;;
+    gdb) command -v gdb >/dev/null 2>&1 ;;
+    chromium) command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 ||
+        command -v google-chrome >/dev/null 2>&1 ;;
+    cmark) command -v cmark-gfm >/dev/null 2>&1 ;;
+    nginx) command -v nginx >/dev/null 2>&1 || [ -x /usr/sbin/nginx ] ;;
     *) echo "need.sh: unknown thing $1" >&2; exit 2 ;;
     esac
 }
@@ -36,6 +44,7 @@ packages() {
     cc) echo gcc libc6-dev ;;
     cmocka) has cc || packages cc
         echo libcmocka-dev ;;
+    microhttpd) echo libmicrohttpd-dev ;;
     c++) echo g++ ;;
     clang) echo clang libomp-dev ;;
     # on some releases the runtime is a separate package with clang's version in its name
@@ -47,6 +56,9 @@ packages() {
             echo "libclang-rt-$version-dev" ;;
     arm64) echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross ;;
     qemu) echo qemu-user ;;
+    chromium | gdb) echo "$1" ;;
+    nginx) echo nginx ;;
+    cmark) echo cmark-gfm ;;
     esac
 }
 

@@ -88,6 +88,13 @@ static inline void ops_swiglu(ops *o, const float *gate, const float *up, int64_
     op->out = ops_buffer(o, out, width, false);
 }
 
+static inline void ops_softcap(ops *o, const float *x, float cap, int64_t width, float *out) {
+    llm_op *op = ops_add(o, LLM_OP_SOFTCAP);
+    op->in[0] = ops_buffer(o, x, width, false);
+    op->out = ops_buffer(o, out, width, false);
+    op->scale = cap;
+}
+
 /* `order` must outlive the program. */
 static inline void ops_gather_columns(ops *o, const float *x, const llm_weight *order, float *out) {
     llm_op *op = ops_add(o, LLM_OP_GATHER_COLUMNS);
@@ -100,6 +107,7 @@ static inline void ops_embed(ops *o, const llm_weight *table, float *out) {
     llm_op *op = ops_add(o, LLM_OP_EMBED);
     op->out = ops_buffer(o, out, table->cols, false);
     op->weight = table;
+    op->scale = 1;
 }
 
 static inline void ops_rope_angles(ops *o, const float *frequencies, int rope_dim, float magnitude,
@@ -151,9 +159,10 @@ static inline llm_limits ops_limits(const llm_batch *batch, int n_logits) {
     llm_limits limits = {batch->n_tokens > 0 ? batch->n_tokens : 1,
                          batch->n_sequences > 0 ? batch->n_sequences : 1, 1, n_logits};
     for (int s = 0; s < batch->n_sequences; s++)
-        for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
-            if (batch->positions[t] >= limits.max_context)
-                limits.max_context = batch->positions[t] + 1;
+        if (batch->seq_count[s] > 0) {
+            int end = batch->positions[batch->seq_first[s]] + batch->seq_count[s];
+            if (end > limits.max_context) limits.max_context = end;
+        }
     return limits;
 }
 
@@ -225,6 +234,25 @@ static inline void op_swiglu(llm_backend *b, const float *gate, const float *up,
     ops *o = ops_new();
     ops_swiglu(o, gate, up, n, out);
     ops_run_rows(o, b, 1);
+}
+
+/* What some architectures add (n rows of x): out += rmsnorm(x) times y, out = gelu(x) times y,
+ * out = 3 tanh(x / 3), out = gelu(x), exact, or out = layernorm(x) times y + y. */
+typedef enum { OP_NORM_ADDED, OP_GEGLU, OP_SOFTCAP, OP_GELU, OP_LAYERNORM } op_trait;
+static inline void op_with_trait(llm_backend *b, op_trait trait, const float *x, const float *y,
+                                 int n, int dim, float *out) {
+    ops *o = ops_new();
+    if (trait == OP_NORM_ADDED || trait == OP_LAYERNORM) ops_rmsnorm(o, x, y, dim, 1e-5f, out);
+    else if (trait == OP_GEGLU || trait == OP_GELU) ops_swiglu(o, x, y, dim, out);
+    else ops_softcap(o, x, 3, dim, out);
+    if (trait == OP_NORM_ADDED) o->program.ops[0].add = true;
+    if (trait == OP_GEGLU) o->program.ops[0].activation = LLM_GELU;
+    if (trait == OP_GELU) o->program.ops[0].activation = LLM_GELU_ERF, o->program.ops[0].in[1] = -1;
+    if (trait == OP_LAYERNORM) {
+        o->program.ops[0].kind = LLM_OP_LAYERNORM;
+        o->program.ops[0].bias = o->program.ops[0].weight;
+    }
+    ops_run_rows(o, b, n);
 }
 
 static inline void op_gather_columns(llm_backend *b, const float *x, const int32_t *columns, int n,

@@ -55,11 +55,12 @@ static void matmul(const llm__matmul_args *args, int64_t first_row, int64_t end_
 }
 
 static void rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon,
-                    float *out) {
-    llm__plain_rmsnorm(x, weight, n, dim, epsilon, out);
+                    bool add, float *out) {
+    llm__plain_rmsnorm(x, weight, n, dim, epsilon, add, out);
 }
 
-static void swiglu(const float *gate, const float *up, int64_t n, float *out) {
+static void swiglu(llm_activation f, const float *gate, const float *up, int64_t n, float *out) {
+    (void)f;
     for (int64_t i = 0; i < n; i++) out[i] = gate[i] * 0.5f + up[i] * 0.25f;
 }
 
@@ -137,7 +138,7 @@ static void make_fixture(fixture *w, uint64_t seed) {
 }
 
 static ops *random_program(fixture *w) {
-    static const llm_attention_shape shape = {HEADS, KV_HEADS, DIM, 0.25f, false, 0};
+    static const llm_attention_shape shape = {HEADS, KV_HEADS, DIM, 0.25f, false, 0, 0, 0};
     ops *o = ops_new();
     for (int i = 0; i < 30; i++) {
         float *x = w->buffers[random_below(N_BUFFERS)], *y = x, *z = x;

@@ -206,6 +206,7 @@ static void draw_model(void) {
 
 static void draw_gpu(void) {
     now.gpu = llm_gpu_defaults();
+    now.gpu.trust = true;
     now.gpu.graphs = chance(70);
     now.gpu.fused = chance(70);
     now.gpu.split_attention = chance(70);
@@ -310,6 +311,7 @@ static void draw_request(client *c) {
     q->lookup = chance(40);
     if (chance(60) && (o->draft || q->lookup))
         q->speculate = chance(25) ? LLM_SPECULATE_AUTO : 1 + below(o->max_speculation);
+    if (q->speculate) q->branches = below(5);
     if (q->speculate || !chance(35)) return;
     q->logits_hook = record_hook;
     c->forces = chance(30);

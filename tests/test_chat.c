@@ -123,7 +123,7 @@ static int read_messages(const llm_json_node *list, llm_message *messages) {
     return n;
 }
 
-/* Llama 2's own template silently drops a system message that is not the first; llm.h refuses
+/* Llama 2's own template silently drops a system message that is not the first; "llama2" refuses
  * it. */
 static bool has_late_system(const llm_message *messages, int n) {
     for (int i = 1; i < n; i++)
@@ -135,7 +135,7 @@ static bool has_late_system(const llm_message *messages, int n) {
  * that text, unless a message contains the text of a special token. */
 static void check_conversation(const llm_tokenizer *t, const llm_chat_options *options,
                                const llm_message *messages, int n, const llm_json_node *expected,
-                               const char *what) {
+                               const char *what, bool named) {
     llm_error err;
     llm_string wanted = {"", 0};
     bool renders = llm_json_string(expected, &wanted);
@@ -149,7 +149,7 @@ static void check_conversation(const llm_tokenizer *t, const llm_chat_options *o
     if (count < 0) assert_null(own);
     else assert_memory_equal(own, ids, (size_t)count * sizeof *own);
     llm_free(own);
-    if (renders && length < 0 && has_late_system(messages, n)) renders = false;
+    if (renders && length < 0 && named && has_late_system(messages, n)) renders = false;
     if (renders != (length >= 0) ||
         (renders && ((size_t)length != wanted.length || memcmp(text, wanted.data, wanted.length))))
         print_error("%s:\n   \"%.*s\"\n   \"%.*s\"\n", what, (int)wanted.length, wanted.data,
@@ -183,12 +183,12 @@ static void test_against_hugging_face(void **state) {
     bytes data = slurp("tests/data/chat.json");
     llm_json json;
     llm_error err;
-    int known = 0, unknown = 0;
+    int named = 0, all = 0;
     assert_true(llm_json_parse(&json, (const char *)data.data, data.length, "chat.json", &err));
     const llm_json_node *templates = llm_json_member(json.nodes, "templates");
     const llm_json_node *conversations = llm_json_member(json.nodes, "conversations");
     for (const llm_json_node *item = llm_json_first(templates); item;
-         item = llm_json_next(templates, item)) {
+         item = llm_json_next(templates, item), all++) {
         char *model = zero_terminated(llm_json_member(item, "model"));
         char *source = zero_terminated(llm_json_member(item, "template"));
         char *bos = zero_terminated(llm_json_member(item, "bos"));
@@ -196,49 +196,137 @@ static void test_against_hugging_face(void **state) {
         const llm_json_node *name = llm_json_member(item, "name");
         const llm_json_node *rendered = llm_json_member(item, "rendered");
         const llm_json_node *no_thinking = llm_json_member(item, "no_thinking");
+        char *given = llm__is_null(name) ? NULL : zero_terminated(name);
         vocab v = chat_vocab(bos, eos, source);
-        llm_chat_options options = llm_chat_defaults();
-        const char *found = llm_chat_template(v.t);
-        bool same = found ? llm_json_is(name, found) : llm__is_null(name);
-        if (!same)
-            print_error("%s was recognised as %s\n", model, found ? found : "no known template");
-        assert_true(same);
-        assert_true(llm_chat_template_source(v.t).length == strlen(source));
-        if (found && !strcmp(found, "llama3.2")) options.date = "1 Apr 2025";
-        const llm_json_node *wanted = llm_json_first(rendered),
-                            *quick = llm_json_first(no_thinking);
-        for (const llm_json_node *c = llm_json_first(conversations); c && found;
-             c = llm_json_next(conversations, c)) {
-            llm_message messages[MAX_MESSAGES];
-            int n = read_messages(c, messages);
-            options.no_thinking = false;
-            check_conversation(v.t, &options, messages, n, wanted, model);
-            options.no_thinking = true;
-            if (quick) check_conversation(v.t, &options, messages, n, quick, model);
-            wanted = llm_json_next(rendered, wanted);
-            if (quick) quick = llm_json_next(no_thinking, quick);
+        assert_true(llm_chat_template_source(v.t, NULL).length == strlen(source));
+        for (int own = 1; own >= 0 && (own || given); own--) { /* the file's, then by name */
+            llm_chat_options options = llm_chat_defaults();
+            options.template_name = own ? NULL : given;
+            if (!strcmp(model, "Llama 3.2")) options.date = "1 Apr 2025";
+            const llm_json_node *wanted = llm_json_first(rendered),
+                                *quick = llm_json_first(no_thinking);
+            for (const llm_json_node *c = llm_json_first(conversations); c;
+                 c = llm_json_next(conversations, c)) {
+                llm_message messages[MAX_MESSAGES];
+                int n = read_messages(c, messages);
+                options.no_thinking = false;
+                check_conversation(v.t, &options, messages, n, wanted, model, !own);
+                options.no_thinking = true;
+                if (quick) check_conversation(v.t, &options, messages, n, quick, model, !own);
+                wanted = llm_json_next(rendered, wanted);
+                if (quick) quick = llm_json_next(no_thinking, quick);
+            }
         }
-        if (!found) {
-            llm_message hello = {LLM_ROLE_USER, "Hello", 5};
-            assert_int_equal(llm_chat_tokenize(v.t, NULL, &hello, 1, NULL, 0, &err), -1);
-            assert_non_null(strstr(err.message, "the file's chat template is none of those that "
-                                                "are known; choose one by name: chatml, "));
-            assert_non_null(strstr(err.message, "zephyr"));
-            options.template_name = "llama3";
-            assert_true(llm_chat_tokenize(v.t, &options, &hello, 1, NULL, 0, &err) > 0);
-        }
-        if (found) known++;
-        else unknown++;
+        named += given != NULL;
         close_vocab(&v);
         free(model);
         free(source);
         free(bos);
         free(eos);
+        free(given);
     }
-    assert_true(known >= 26 && unknown >= 29);
+    assert_true(named == 16 && all >= 32);
     llm_json_free(&json);
     clear_bytes(&data);
     assert_int_equal(test_live, 0);
+}
+
+/* Templates of our own, which together use each construct of the language, render as jinja2 does
+ * under transformers' settings (tests/make_templates_golden.py). */
+static void test_template_language(void **state) {
+    (void)state;
+    bytes data = slurp("tests/data/templates.json");
+    llm_json json;
+    llm_error err;
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    assert_true(llm_json_parse(&json, (const char *)data.data, data.length, "json", &err));
+    const llm_json_node *cases = llm_json_member(json.nodes, "cases"), *item;
+    const char *begin = strchr((const char *)data.data, '['), *end = strstr(begin, "\n],");
+    int n = 0;
+    for (item = llm_json_first(cases); item; item = llm_json_next(cases, item), n++) {
+        char *source = zero_terminated(llm_json_member(item, "template")), got[4000];
+        const llm_json_node *node = llm_json_member(item, "rendered");
+        llm_chat_options options = llm_chat_defaults();
+        llm_string wanted = {"", 0};
+        options.template_source = source;
+        int64_t length = llm_chat_render_json(v.t, &options, begin, (size_t)(end + 2 - begin), got,
+                                              sizeof got, &err);
+        bool renders = llm_json_string(node, &wanted);
+        if (renders != (length >= 0) || (renders && ((size_t)length != wanted.length ||
+                                                     memcmp(got, wanted.data, wanted.length))))
+            fail_msg("%s\n   \"%.*s\"\n   \"%.*s\"", source, (int)wanted.length, wanted.data,
+                     length < 0 ? (int)strlen(err.message) : (int)length,
+                     length < 0 ? err.message : got);
+        if (!renders) assert_non_null(strstr(err.message, "the chat template, line 1: "));
+        free(source);
+    }
+    assert_true(n >= 38);
+    llm_json_free(&json);
+    clear_bytes(&data);
+    close_vocab(&v);
+    assert_int_equal(test_live, 0);
+}
+
+static void refuse(const llm_tokenizer *t, const llm_chat_options *options,
+                   const llm_message *messages, int n, const char *expected);
+
+/* A template that would run for ever, nest without end or fill the memory is an error, and so is
+ * what the interpreter lacks; the message says where. */
+static void test_template_limits(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {"{% set l = range(999) %}{% for a in l %}{% for b in l %}{% for c in l %}"
+         "{% endfor %}{% endfor %}{% endfor %}", "more than 30000000 steps"},
+        {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "more than 200 deep"},
+        {"{% set l = [] %}{{ l.append(l) }}{{ l }}", "more than 200 deep"},
+        {"{% set n = namespace(s='abcdefgh') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}"
+         "{% endfor %}", "bytes of memory"},
+        {"{{ range(10000000) }}", "range of more than"},
+        {"\n\n{{ '\\N{DIGIT ONE}' }}", "line 3: the escape"},
+        {"{{ 'a'|tojson(sort_keys=true) }}", "filters have no argument ' sort_keys '"},
+        {"{{ 'a'|safe + 'b' }}", "'safe' text"},
+        {"{{ strftime_now.x }}{{ messages.__class__.__mro__[1] }}", "is undefined"}};
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    llm_message m = message_of(LLM_ROLE_USER, "x");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llm_chat_options options = llm_chat_defaults();
+        options.template_source = cases[i][0];
+        refuse(v.t, &options, &m, 1, cases[i][1]);
+    }
+    close_vocab(&v);
+    assert_int_equal(test_live, 0);
+}
+
+/* What a template makes of a message's text stays the message's. */
+static void test_origins(void **state) {
+    (void)state;
+    static const struct { const char *source; int specials; } cases[] = {
+        {"{{ '<|im_end|>' }}{{ messages[0].content }}", 1},
+        {"{{ messages[0].content|trim|replace('z', '') + '' }}", 0},
+        {"{{ messages[0].content.split('|')|join('|') }}", 0},
+        {"{{ messages[0].content|replace('|', '|') }}", 0},
+        {"{{ messages[0].content[:2] ~ 'im_end|>' }}", 0},
+        {"{{ ['<|im_end|>', messages[0].content]|tojson }}", 1},
+        {"{{ [messages[0].content] }}{{ messages[0].content|upper|lower }}", 0},
+        {"{{ '{}|im_end|>'.format(messages[0].content[0]) }}{{ '<|im_' ~ 'end|>' }}", 1},
+        {"{% set x %}{{ messages[0].content }}{% endset %}{{ x }}", 0},
+        {"{% macro f(x) %}<|im_end|>{{ x }}{% endmacro %}{{ f(messages[0].content) }}", 1},
+        {"{% filter trim %}{{ messages[0].content }}{% endfilter %}", 0},
+        {"{{ messages[0].content|list|join|indent(0, true) }}", 0},
+        {"{{ '<|im_start|>' + messages[0].role }}", 1}};
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    llm_message m = message_of(LLM_ROLE_USER, "<|im_end|>");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llm_chat_options options = llm_chat_defaults();
+        int32_t ids[200];
+        llm_error err;
+        int found = 0;
+        options.template_source = cases[i].source;
+        int64_t n = llm_chat_tokenize(v.t, &options, &m, 1, ids, 200, &err);
+        for (int64_t k = 0; k < n; k++) found += llm_tokenizer_is_special(v.t, ids[k]);
+        if (n < 1 || found != cases[i].specials) fail_msg("%s: %d", cases[i].source, found);
+    }
+    close_vocab(&v);
 }
 
 /* No text of a message becomes a special token: the conversation has as many special tokens as with
@@ -352,28 +440,45 @@ static void test_date_makes_no_special_token(void **state) {
     close_vocab(&v);
 }
 
-/* Today's date is the C library's UTC date, for every day from 1970 to 2199. */
+/* strftime_now gives the local time, also around each change of clocks. */
 static void test_today(void **state) {
     (void)state;
-    static const char *const months[] = {"Jan", "Feb", "Mar", "Apr", "May", "Jun",
-                                         "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"};
-    for (int day = 0; day < 84006; day++) {
-        char got[40], expected[80];
-        struct tm date;
-        test_now = (time_t)day * 86400 + (day % 2 ? 86399 : 1);
-        gmtime_r(&test_now, &date);
-        snprintf(expected, sizeof expected, "%02d %s %d", date.tm_mday, months[date.tm_mon],
-                 date.tm_year + 1900);
-        llm__today(got, sizeof got);
-        if (strcmp(got, expected)) fail_msg("day %d: %s, not %s", day, got, expected);
+    static const char formats[] = "%d %b %Y %B %m %y %H:%M:%S %I%p %A %a %%",
+                      *const zones[] = {"UTC0", "EST5EDT,M3.2.0,M11.1.0", "IST-5:30"};
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    llm_chat_options options = llm_chat_defaults();
+    llm_message hello = message_of(LLM_ROLE_USER, "hello");
+    char source[200];
+    llm_error err;
+    snprintf(source, sizeof source, "{{ strftime_now('%s') }}", formats);
+    options.template_source = source;
+    for (int zone = 0; zone < 3; zone++) {
+        setenv("TZ", zones[zone], 1);
+        tzset();
+        for (int64_t hour = 30; hour < 500000; hour += hour % 100000 < 9000 ? 1 : 997) {
+            char got[200] = {0}, expected[200];
+            struct tm date;
+            test_now = (time_t)(hour * 3600 + hour * 37 % 3600);
+            localtime_r(&test_now, &date);
+            strftime(expected, sizeof expected, formats, &date);
+            assert_true(llm_chat_render(v.t, &options, &hello, 1, got, sizeof got - 1, &err) > 0);
+            if (strcmp(got, expected)) fail_msg("hour %d: %s, not %s", (int)hour, got, expected);
+        }
     }
+    close_vocab(&v);
     test_now = 0;
+    unsetenv("TZ");
 }
 
 /* Trimming removes what Python's str.strip() removes: characters for which str.isspace() is
  * true. */
 static void test_trim(void **state) {
     (void)state;
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    llm_chat_options options = llm_chat_defaults();
+    llm_error err;
+    char got[20];
+    options.template_source = "{{ messages[0].content|trim }}";
     for (uint32_t c = 1; c < 0x110000; c++) {
         if (c >= 0xD800 && c <= 0xDFFF) continue;
         bool space = (c >= 9 && c <= 13) || (c >= 28 && c <= 32) || c == 0x85 || c == 0xA0 ||
@@ -383,11 +488,16 @@ static void test_trim(void **state) {
         size_t n = llm__put_utf8(c, text);
         memcpy(text + n, "x y", 3);
         memcpy(text + n + 3, text, n);
-        llm_string s = llm__trim((llm_string){text, 2 * n + 3});
-        if (s.length != (space ? 3 : 2 * n + 3) || s.data != text + (space ? n : 0))
+        text[2 * n + 3] = 0;
+        llm_message m = message_of(LLM_ROLE_USER, text);
+        if (llm_chat_render(v.t, &options, &m, 1, got, sizeof got, &err) !=
+                (int64_t)(space ? 3 : 2 * n + 3) ||
+            memcmp(got, text + (space ? n : 0), space ? 3 : 2 * n + 3))
             fail_msg("U+%04X", (unsigned)c);
     }
-    assert_int_equal(llm__trim((llm_string){" \t \n", 4}).length, 0);
+    llm_message m = message_of(LLM_ROLE_USER, " \t \n");
+    assert_int_equal(llm_chat_render(v.t, &options, &m, 1, NULL, 0, &err), 0);
+    close_vocab(&v);
 }
 
 static void expect_render(const llm_tokenizer *t, const char *name, const llm_message *messages,
@@ -425,31 +535,6 @@ static void test_rendered_text(void **state) {
     close_vocab(&v);
 }
 
-/* A chatml template may have one default system message. With two, the engine cannot tell which one
- * applies and does not recognise the template. */
-static void test_default_system_messages(void **state) {
-    (void)state;
-    static const char rest[] =
-        "{%- for message in messages %}"
-        "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
-        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
-    static const char one[] =
-        "{%- if messages[0].role != 'system' %}"
-        "{{- '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{%- endif %}";
-    static const char two[] =
-        "{%- if tools %}{{- '<|im_start|>system\\nUse them.<|im_end|>\\n' }}{%- endif %}";
-    char text[2000];
-    for (int n = 0; n < 3; n++) {
-        snprintf(text, sizeof text, "%s%s%s", n > 1 ? two : "", n > 0 ? one : "", rest);
-        vocab v = chat_vocab("", "<|im_end|>", text);
-        const char *found = llm_chat_template(v.t);
-        if (n < 2) assert_true(found && !strcmp(found, "chatml"));
-        else assert_null(found);
-        close_vocab(&v);
-    }
-    assert_int_equal(test_live, 0);
-}
-
 static void refuse(const llm_tokenizer *t, const llm_chat_options *options,
                    const llm_message *messages, int n, const char *expected) {
     llm_error err;
@@ -465,7 +550,6 @@ static void test_invalid_conversations(void **state) {
     llm_chat_options options = llm_chat_defaults();
     llm_message m[3] = {
         {LLM_ROLE_USER, "a", 1}, {LLM_ROLE_ASSISTANT, "b", 1}, {LLM_ROLE_SYSTEM, "c", 1}};
-    assert_null(llm_chat_template(v.t));
     refuse(v.t, &options, m, 1,
            "the file has no chat template, so this model may not be made for conversations; choose "
            "one by name: chatml, qwen3");
@@ -475,27 +559,34 @@ static void test_invalid_conversations(void **state) {
     refuse(v.t, &options, m, 0, "the last message of a conversation must be the user's");
     refuse(v.t, &options, m, 2, "the last message of a conversation must be the user's");
     m[0].role = (llm_role)7;
-    refuse(v.t, &options, m, 1, "message 1 has the role 7");
+    refuse(v.t, &options, m, 1, "message 1 is NULL or has no known role");
     m[0].role = LLM_ROLE_USER;
     m[0].text = NULL;
-    refuse(v.t, &options, m, 1, "message 1 is NULL");
+    refuse(v.t, &options, m, 1, "message 1 is NULL or has");
     refuse(v.t, &options, NULL, 1, "an argument is NULL");
     refuse(NULL, &options, m, 1, "an argument is NULL");
     options.template_name = "mistral-v0.2";
-    refuse(v.t, &options, m + 2, 1, "has no place for a system message");
+    llm_message guided[2] = {{LLM_ROLE_SYSTEM, "c", 1}, {LLM_ROLE_USER, "a", 1}};
+    refuse(v.t, &options, guided, 2, "mistral-v0.2: the chat template, line 1: it refuses the "
+                                     "conversation: it has no place for a system message");
     options.template_name = "llama2";
-    refuse(v.t, &options, m + 1, 1, "wants user and assistant in turn");
+    m[1].role = m[2].role = LLM_ROLE_USER;
+    refuse(v.t, &options, m + 1, 2, "user and assistant must take turns, after at most one system");
     /* an end of answer that is not a token is a stop text */
     options.template_name = "chatml";
-    assert_null(llm_chat_stop(v.t, &options));
+    char stop[30];
+    assert_int_equal(llm_chat_stop(v.t, &options, stop, sizeof stop), 0);
+    options.template_name = "llama2";
+    assert_int_equal(llm_chat_stop(v.t, &options, stop, sizeof stop), 0);
     close_vocab(&v);
     gguf g = {0};
     gpt2_vocabulary(&g);
     v = open_vocab(&g);
     options.template_name = "llama3";
-    assert_string_equal(llm_chat_stop(v.t, &options), "<|eot_id|>");
+    assert_int_equal(llm_chat_stop(v.t, &options, stop, sizeof stop), 10);
+    assert_string_equal(stop, "<|eot_id|>");
     options.template_name = "zephyr";
-    assert_null(llm_chat_stop(v.t, &options));
+    assert_int_equal(llm_chat_stop(v.t, &options, stop, sizeof stop), 0);
     close_vocab(&v);
 }
 
@@ -509,7 +600,6 @@ static void test_failed_allocations(void **state) {
                    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + "
                    "message.content + '<|im_end|>' + '\\n' }}{%- endfor %}"
                    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}");
-    assert_string_equal(llm_chat_template(v.t), "chatml");
     llm_message m = {LLM_ROLE_USER, "Hello", 5};
     llm_error err;
     char text[200];
@@ -922,7 +1012,7 @@ static void test_chat_command_errors(void **state) {
                  {{"--template", "nonsense", NULL},
                   "there is no chat template called 'nonsense'; there are chatml, "},
                  {{"--template", "mistral-v0.2", "--system=x", NULL},
-                  "the chat template mistral-v0.2 has no place for a system message"}};
+                  "refuses the conversation: it has no place for a system message"}};
     write_chat_model(path, NULL, 512);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const char *arguments[8] = {"-m", path};
@@ -948,6 +1038,9 @@ int main(void) {
     signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_hugging_face),
+        cmocka_unit_test(test_template_language),
+        cmocka_unit_test(test_template_limits),
+        cmocka_unit_test(test_origins),
         cmocka_unit_test(test_messages_make_no_special_tokens),
         cmocka_unit_test(test_one_bos),
         cmocka_unit_test(test_no_special_token_across_a_boundary),
@@ -955,7 +1048,6 @@ int main(void) {
         cmocka_unit_test(test_today),
         cmocka_unit_test(test_trim),
         cmocka_unit_test(test_rendered_text),
-        cmocka_unit_test(test_default_system_messages),
         cmocka_unit_test(test_invalid_conversations),
         cmocka_unit_test(test_failed_allocations),
         cmocka_unit_test(test_chat_command),

@@ -14,14 +14,18 @@
 #include <cmocka.h>
 
 #include "device_util.h"
+#include "emulator.h"
 #include "ops.h"
 
 extern int llm__pretended_processors; /* llm.cu */
+
+static bool emulated(void) { return !strcmp(device_name("emulated"), "emulated"); }
 
 static llm_backend *open_device(bool plain, bool split) {
     llm_gpu_options options = llm_gpu_defaults();
     options.plain = plain;
     options.split_attention = split;
+    options.deterministic = true;
     return device_open(device_name("emulated"), &options);
 }
 
@@ -195,12 +199,44 @@ static void test_matmul_tall(void **state) {
         for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
             const llm_type_info *type = llm_type_find(types[t]);
             /* enough rows for the two processors that main sets */
-            int rows = tokens[i] > 8 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30);
+            int rows = tokens[i] > 16 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30);
             matmul_case c = {types[t],  rows, type->block_values > 32 ? type->block_values : 96,
                              tokens[i], 1.0f, i % 2,
                              i % 3 == 0};
             check_case(&c, &r);
         }
+}
+
+/* Where tiles do not fill the processors, each quarter of the columns has its own block, even if it
+ * is empty. The bits are the same. */
+static void test_matmul_split(void **state) {
+    (void)state;
+    enum { ROWS = 150, TOKENS = 20 }; /* three tiles of 128 threads */
+    static const llm_type types[] = {LLM_F16,  LLM_Q8_0, LLM_Q4_0, LLM_Q4_K,
+                                     LLM_Q5_0, LLM_Q5_K, LLM_Q6_K, LLM_F32};
+    static const int columns[] = {1280, 256};
+    test_random r = {25};
+    for (int t = 0; t < 8; t++) {
+        int cols = columns[t % 2];
+        float *values = random_values(&r, ROWS * cols, 0.05f),
+              *x = random_values(&r, TOKENS * cols, 1.0f),
+              *out[2] = {malloc(TOKENS * ROWS * 4), malloc(TOKENS * ROWS * 4)};
+        void *data = packed_weights(types[t], values, ROWS, cols);
+        uint64_t blocks[2];
+        for (int split = 0; split < 2; split++) {
+            llm__pretended_processors = 1 + 5 * split;
+            llm_backend *b = open_device(false, true);
+            blocks[split] = emulator_counted().blocks;
+            matmul_on(b, types[t], data, ROWS, cols, x, NULL, TOKENS, NULL, out[split]);
+            blocks[split] = emulator_counted().blocks - blocks[split];
+            llm_backend_free(b);
+        }
+        assert_memory_equal(out[0], out[1], TOKENS * ROWS * 4);
+        /* f32 rows need three times the memory: they come in several parts */
+        if (emulated() && types[t] != LLM_F32) assert_int_equal(blocks[1] - blocks[0], 3 * 3);
+        free(values), free(x), free(out[0]), free(out[1]), free(data);
+    }
+    llm__pretended_processors = 2;
 }
 
 /* Activations far above f16's largest number (65504), or far below its smallest, lose no
@@ -302,7 +338,7 @@ static void test_matmul_same_input(void **state) {
     assert_memory_equal(got, first, sizeof got);
     ops *o = ops_new();
     ops_matmul(o, x_device, &w, NULL, false, out);
-    ops_swiglu(o, out, out, rows, x_device); /* another kernel writes x */
+    ops_softcap(o, out, 3, rows, x_device); /* another kernel writes x */
     float other[n * rows];
     ops_matmul(o, x_device, &w, NULL, false, out);
     ops_run_rows(o, b, n);
@@ -381,13 +417,208 @@ static void test_matmul_together(void **state) {
             b->release(b->context, x_device);
             llm_backend_free(b);
         }
+        llm_backend *b = open_device(false, true);
         for (int k = 0; k < n_products; k++) {
-            assert_memory_equal(got[0][k], got[1][k], (size_t)n * (size_t)cases[i].rows[k] * 4);
-            free(got[0][k]), free(got[1][k]), free(data[k]);
+            size_t bytes = (size_t)n * (size_t)cases[i].rows[k] * 4;
+            float *alone = malloc(bytes);
+            matmul_on(b, cases[i].types[k], data[k], cases[i].rows[k], cols, x, NULL, n, NULL,
+                      alone);
+            assert_memory_equal(got[0][k], alone, bytes);
+            assert_memory_equal(got[1][k], alone, bytes);
+            free(got[0][k]), free(got[1][k]), free(data[k]), free(alone);
         }
+        llm_backend_free(b);
         assert_int_equal(launches[0] - launches[1], n_products - cases[i].launches);
         free(x);
     }
+}
+
+/* A feed-forward layer: x += attention's output times a matrix, norm, gate and up, gate, down. With
+ * fused kernels, norm and gate round their result for the next matmul, and with few tokens the last
+ * block of the first matmul computes the norm. The bits are the same. The last case is on a Hopper
+ * GPU, where the matmuls use wgmma. (Blocks of the emulated
+ * device run one after the other, so a missing memory fence does not show here.) */
+enum { LAYER_DIM = 160, LAYER_HIDDEN = 224, LAYER_TOKENS = 70 };
+
+static uint64_t run_layer(llm_backend *b, llm_type type, int n, float *x_out, float *normed_out) {
+    static const int rows[] = {LAYER_DIM, LAYER_HIDDEN, LAYER_HIDDEN, LAYER_DIM},
+                     cols[] = {LAYER_DIM, LAYER_DIM, LAYER_DIM, LAYER_HIDDEN};
+    enum { EACH = 14 }; /* tokens of a sequence; more than 16 are not captured */
+    int32_t zeros[LAYER_TOKENS] = {0}, positions[LAYER_TOKENS], first[LAYER_TOKENS],
+            count[LAYER_TOKENS];
+    llm_error err;
+    llm_weight w[4];
+    llm_device_state before, after;
+    test_random r = {21};
+    for (int t = 0; t < n; t++) positions[t] = t;
+    for (int i = 0; i * EACH < n; i++)
+        first[i] = i * EACH, count[i] = n - first[i] < EACH ? n - first[i] : EACH;
+    for (int i = 0; i < 4; i++) {
+        float *values = random_values(&r, (int64_t)rows[i] * cols[i], 0.1f);
+        void *data = packed_weights(type, values, rows[i], cols[i]);
+        w[i] = (llm_weight){.type = type, .rows = rows[i], .cols = cols[i]};
+        if (!b->load_weight(b->context, &w[i], data, &err)) fail_msg("%s", err.message);
+        free(values), free(data);
+    }
+    float *device[6]; /* x, attention's output, norm weights, norm, gate, up */
+    for (int i = 0; i < 6; i++) {
+        int64_t count = (int64_t)llm_rounded_rows(n) * LAYER_HIDDEN;
+        float *values = random_values(&r, count, 1.0f);
+        device[i] = to_device(b, values, (size_t)count * 4);
+        free(values);
+    }
+    ops *o = ops_new();
+    ops_matmul(o, device[1], &w[0], NULL, true, device[0]);
+    ops_rmsnorm(o, device[0], device[2], LAYER_DIM, 1e-5f, device[3]);
+    ops_matmul(o, device[3], &w[1], NULL, false, device[4]);
+    ops_matmul(o, device[3], &w[2], NULL, false, device[5]);
+    ops_swiglu(o, device[4], device[5], LAYER_HIDDEN, device[4]);
+    ops_matmul(o, device[4], &w[3], NULL, true, device[0]);
+    llm_batch batch = {.n_tokens = n, .n_sequences = (n + EACH - 1) / EACH, .tokens = zeros,
+                       .positions = positions, .slots = positions, .seq_first = first,
+                       .seq_count = count,
+                       .block_tables = zeros, .table_stride = 1, .block_size = 64,
+                       .logit_rows = zeros};
+    b->state(b->context, &before);
+    for (int step = 0; step < 3; step++) { /* run; captured and replayed; replayed */
+        if (!ops_step(o, b, &batch, &err) || !b->sync(b->context, &err))
+            fail_msg("%s", err.message);
+        if (step == 0) b->state(b->context, &after);
+    }
+    ops_free(o, b);
+    from_device(b, x_out, device[0], (size_t)n * LAYER_DIM * 4);
+    from_device(b, normed_out, device[3], (size_t)n * LAYER_DIM * 4);
+    for (int i = 0; i < 6; i++) b->release(b->context, device[i]);
+    for (int i = 0; i < 4; i++) b->free_weight(b->context, &w[i]);
+    return after.launches - before.launches;
+}
+
+static void test_layer(void **state) {
+    (void)state;
+    static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_F32};
+    static const int tokens[] = {1, 2, 3, 9, LAYER_TOKENS, LAYER_TOKENS};
+    static float before[LAYER_TOKENS * LAYER_DIM];
+    static float x[2][LAYER_TOKENS * LAYER_DIM], normed[2][LAYER_TOKENS * LAYER_DIM];
+    for (int t = 0; t < 3; t++)
+        for (int i = 0; i < 6; i++) {
+            uint64_t launches[2];
+            device_set_capability(device_name("emulated"), i == 5 ? 90 : 80);
+            for (int fused = 0; fused < 2; fused++) {
+                llm_gpu_options options = llm_gpu_defaults();
+                options.fused = fused;
+                llm_backend *b = device_open(device_name("emulated"), &options);
+                launches[fused] = run_layer(b, types[t], tokens[i], x[fused], normed[fused]);
+                llm_backend_free(b);
+            }
+            size_t bytes = (size_t)tokens[i] * LAYER_DIM * 4;
+            assert_memory_equal(normed[0], normed[1], bytes);
+            assert_memory_equal(x[0], x[1], bytes);
+            if (i == 5) {
+                double error = distance(x[0], before, LAYER_TOKENS * LAYER_DIM);
+                if (!(error < 1e-3) || (error == 0 && types[t] == LLM_Q4_0))
+                    fail_msg("with wgmma: %g", error);
+            }
+            memcpy(before, x[0], bytes);
+            if (types[t] == LLM_F32) continue; /* x is three times as wide: matmuls are in parts */
+            /* apart: 4 matmuls, 3 roundings of x, norm, gate */
+            assert_int_equal(launches[0], 9);
+            /* rounding, matmul (and norm), gate and up, gate, down */
+            assert_int_equal(launches[1], tokens[i] <= 2 ? 5 : 6);
+        }
+    device_set_capability(device_name("emulated"), 80);
+}
+
+/* x (n, cols) times one matrix, on a Hopper GPU. */
+static void matmul_on_hopper(bool deterministic, const matmul_case *c, const void *data,
+                             const float *x, const float *bias, const float *before, float *out) {
+    llm_gpu_options options = llm_gpu_defaults();
+    options.deterministic = deterministic;
+    device_set_capability(device_name("emulated"), 90);
+    llm_backend *b = device_open(device_name("emulated"), &options);
+    matmul_on(b, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n,
+              c->add ? before : NULL, out);
+    llm_backend_free(b);
+    device_set_capability(device_name("emulated"), 80);
+}
+
+/* wgmma: more chunks than stages, tiles of both sizes, with rows and tokens left over. Its bits
+ * differ; in deterministic mode they are those of the other kernels. */
+static void test_matmul_hopper(void **state) {
+    (void)state;
+    test_random r = {21};
+    static const llm_type types[] = {LLM_F16,  LLM_BF16, LLM_F32,  LLM_Q8_0, LLM_Q4_0, LLM_Q4_Z,
+                                     LLM_Q4_K, LLM_Q5_0, LLM_Q5_K, LLM_Q6_K};
+    static const int rows[] = {100, 300, 7}, tokens[] = {130, 257, 65},
+                     columns[] = {1280, 300, 700};
+    for (int t = 0; t < 10; t++)
+        for (int i = 0; i < 3; i++) {
+            const llm_type_info *type = llm_type_find(types[t]);
+            int block = type->block_values;
+            matmul_case c = {type->type, rows[(t + i) % 3], columns[i] / block * block, tokens[i],
+                             i == 1 ? 1e7f : i == 2 ? 1e-9f : 1.0f, t % 2, t % 3 == 0};
+            llm_backend *reference = open_reference(), *b = open_device(false, true);
+            int64_t n_out = (int64_t)c.n * c.rows;
+            float *values = random_values(&r, (int64_t)c.rows * c.cols, 0.05f),
+                  *x = random_values(&r, (int64_t)c.n * c.cols, c.x_size),
+                  *bias = random_values(&r, c.rows, c.x_size),
+                  *before = random_values(&r, n_out, c.x_size);
+            float *expected = malloc((size_t)n_out * 4), *got = malloc((size_t)n_out * 4);
+            void *data = packed_weights(c.type, values, c.rows, c.cols);
+            matmul_on(reference, c.type, data, c.rows, c.cols, x, c.bias ? bias : NULL, c.n,
+                      c.add ? before : NULL, expected);
+            matmul_on_hopper(false, &c, data, x, bias, before, got);
+            double d = distance(got, expected, n_out);
+            if (!(d < (c.type == LLM_F32 ? limit_of(c.type) : 1e-3))) /* weights are rounded, too */
+                fail_msg("%s %d x %d, %d tokens: %g", type->name, c.rows, c.cols, c.n, d);
+            if (i == 2) {
+                matmul_on(b, c.type, data, c.rows, c.cols, x, c.bias ? bias : NULL, c.n,
+                          c.add ? before : NULL, expected);
+                /* f32 rows need three times the memory: they come in parts too small for wgmma */
+                if (c.type != LLM_F32 && !strcmp(device_name("emulated"), "emulated"))
+                    assert_memory_not_equal(got, expected, (size_t)n_out * 4);
+                matmul_on_hopper(true, &c, data, x, bias, before, got);
+                assert_memory_equal(got, expected, (size_t)n_out * 4);
+            }
+            free(values), free(x), free(bias), free(before), free(expected), free(got), free(data);
+            llm_backend_free(reference), llm_backend_free(b);
+        }
+}
+
+/* A product with wgmma and one without round the same x in different orders. (`fused` would give
+ * both the same kernel.) */
+static void test_matmul_hopper_same_input(void **state) {
+    (void)state;
+    enum { n = 70, cols = 128, rows = 512, few = 20 };
+    llm_error err;
+    test_random r = {22};
+    float *values = random_values(&r, rows * cols, 0.1f), *x = random_values(&r, n * cols, 1.0f),
+          *expected = malloc(n * rows * 4), *got = malloc(n * rows * 4);
+    void *data = packed_weights(LLM_F16, values, rows, cols);
+    llm_gpu_options options = llm_gpu_defaults();
+    options.fused = false;
+    llm__pretended_processors = 8; /* `few` rows leave most of them idle */
+    device_set_capability(device_name("emulated"), 90);
+    llm_backend *b = device_open(device_name("emulated"), &options);
+    matmul_on(b, LLM_F16, data, few, cols, x, NULL, n, NULL, expected);
+    llm_weight w = {.type = LLM_F16, .rows = rows, .cols = cols},
+               w_few = {.type = LLM_F16, .rows = few, .cols = cols};
+    assert_true(b->load_weight(b->context, &w, data, &err));
+    assert_true(b->load_weight(b->context, &w_few, data, &err));
+    float *x_device = to_device(b, x, n * cols * 4), *out = to_device(b, got, n * rows * 4),
+          *few_out = to_device(b, got, n * few * 4);
+    ops *o = ops_new();
+    ops_matmul(o, x_device, &w, NULL, false, out);
+    ops_matmul(o, x_device, &w_few, NULL, false, few_out);
+    ops_run_rows(o, b, n);
+    from_device(b, got, few_out, n * few * 4);
+    assert_memory_equal(got, expected, n * few * 4);
+    b->release(b->context, x_device), b->release(b->context, out);
+    b->release(b->context, few_out);
+    b->free_weight(b->context, &w), b->free_weight(b->context, &w_few);
+    llm_backend_free(b);
+    device_set_capability(device_name("emulated"), 80);
+    llm__pretended_processors = 2;
+    free(values), free(x), free(expected), free(got), free(data);
 }
 
 static void test_matmul_plain(void **state) {
@@ -519,52 +750,86 @@ static void expected_attention(const attention_data *d, float *out) {
     free(value), free(sums);
 }
 
-/* Run the tokens first to first + count - 1 of each sequence (all if count is 0) in one step. Write
- * their rows of `out` and leave the other rows unchanged. */
-static void attention_on(llm_backend *b, const attention_data *d, int first, int count,
-                         float *out) {
+/* A step with the tokens first to first + count - 1 of each sequence (all if count is 0), and a
+ * program of one attention operation or, with `windows`, of one for each window. */
+typedef struct attention_step {
+    llm_batch batch;
+    ops *o;
+    llm_cache cache;                   /* on the device */
+    int32_t *numbers;                  /* memory of the batch's arrays */
+    int *token_of;                     /* (n_tokens) index of each token in attention_data.q */
+    float *q, *out;                    /* on the device; out: (n_operations, n_tokens, width) */
+    int n_operations;
+    int64_t width;
+} attention_step;
+
+static attention_step make_step(llm_backend *b, const attention_data *d, int first, int count,
+                                const int *windows, int n_windows) {
     const attention_case *c = d->c;
     llm_error err;
     int heads = c->n_kv_heads * c->group, n = 0, from = 0;
-    int64_t width = (int64_t)heads * c->head_dim;
-    int32_t *positions = calloc((size_t)d->n_tokens, 4), *zeros = calloc((size_t)d->n_tokens, 4),
-            firsts[MAX_SEQUENCES], counts[MAX_SEQUENCES];
-    int *token_of = malloc((size_t)d->n_tokens * sizeof *token_of);
-    float *q = malloc((size_t)(d->n_tokens * width) * 4);
-    for (int s = 0; s < c->n_sequences; from += c->count[s++]) {
-        firsts[s] = n, counts[s] = 0;
-        for (int t = first; t < c->count[s] && (!count || t < first + count);
-             t++, n++, counts[s]++) {
-            positions[n] = c->past[s] + t, token_of[n] = from + t;
-            memcpy(q + n * width, d->q + (from + t) * width, (size_t)width * 4);
+    attention_step s = {.width = (int64_t)heads * c->head_dim, .cache = d->cache,
+                        .n_operations = windows ? n_windows : 1};
+    s.numbers = calloc((size_t)(2 * d->n_tokens + 2 * MAX_SEQUENCES), 4);
+    int32_t *positions = s.numbers + d->n_tokens, *firsts = positions + d->n_tokens,
+            *counts = firsts + MAX_SEQUENCES;
+    s.token_of = malloc((size_t)d->n_tokens * sizeof *s.token_of);
+    float *q = malloc((size_t)(d->n_tokens * s.width) * 4 + 16);
+    for (int i = 0; i < c->n_sequences; from += c->count[i++]) {
+        firsts[i] = n, counts[i] = 0;
+        for (int t = first; t < c->count[i] && (!count || t < first + count);
+             t++, n++, counts[i]++) {
+            positions[n] = c->past[i] + t, s.token_of[n] = from + t;
+            memcpy(q + n * s.width, d->q + (from + t) * s.width, (size_t)s.width * 4);
         }
     }
-    if (n) {
-        llm_batch batch = {.n_tokens = n, .n_sequences = c->n_sequences, .tokens = zeros,
-                           .positions = positions, .slots = zeros, .seq_first = firsts,
-                           .seq_count = counts, .block_tables = d->tables,
-                           .table_stride = d->table_stride, .block_size = c->block_size,
-                           .n_logits = 0, .logit_rows = zeros};
-        llm_attention_shape shape = {
-            heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim), false, c->window};
-        llm_cache cache = d->cache;
-        cache.keys = to_device(b, d->cache.keys, d->cache_bytes),
-        cache.values = to_device(b, d->cache.values, d->cache_bytes);
-        float *q_device = to_device(b, q, (size_t)(n * width) * 4),
-              *got = malloc((size_t)(n * width) * 4);
-        float *out_device = b->allocate(b->context, (size_t)(n * width) * 4, "a test", &err);
-        ops *o = ops_new();
-        ops_attention(o, &shape, q_device, &cache, 0, out_device);
-        if (!ops_step(o, b, &batch, &err)) fail_msg("%s", err.message);
-        from_device(b, got, out_device, (size_t)(n * width) * 4);
-        for (int t = 0; t < n; t++)
-            memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
-        ops_free(o, b);
-        b->release(b->context, cache.keys), b->release(b->context, cache.values);
-        b->release(b->context, q_device), b->release(b->context, out_device);
-        free(got);
+    s.batch = (llm_batch){.n_tokens = n, .n_sequences = c->n_sequences, .tokens = s.numbers,
+                          .positions = positions, .slots = s.numbers, .seq_first = firsts,
+                          .seq_count = counts, .block_tables = d->tables,
+                          .table_stride = d->table_stride, .block_size = c->block_size,
+                          .n_logits = 0, .logit_rows = s.numbers};
+    s.cache.keys = to_device(b, d->cache.keys, d->cache_bytes),
+    s.cache.values = to_device(b, d->cache.values, d->cache_bytes);
+    s.q = to_device(b, q, (size_t)(n * s.width) * 4 + 16);
+    s.out = b->allocate(b->context, (size_t)(s.n_operations * n * s.width) * 4, "a test", &err);
+    s.o = ops_new();
+    for (int i = 0; i < s.n_operations; i++) {
+        llm_attention_shape shape = {heads, c->n_kv_heads, c->head_dim,
+                                     1.0f / sqrtf((float)c->head_dim), false,
+                                     windows ? windows[i] : c->window, 0, 0};
+        ops_attention(s.o, &shape, s.q, &s.cache, 0, s.out + i * n * s.width);
     }
-    free(positions), free(zeros), free(token_of), free(q);
+    free(q);
+    return s;
+}
+
+/* Write the result of one operation to its tokens' rows of `out`, and leave the other rows. */
+static void step_result(llm_backend *b, const attention_step *s, int operation, float *out) {
+    size_t row = (size_t)s->width * 4;
+    int n = s->batch.n_tokens;
+    float *got = malloc((size_t)n * row);
+    from_device(b, got, s->out + operation * n * s->width, (size_t)n * row);
+    for (int t = 0; t < n; t++)
+        memcpy(out + s->token_of[t] * s->width, got + t * s->width, row);
+    free(got);
+}
+
+static void free_step(llm_backend *b, attention_step *s) {
+    ops_free(s->o, b);
+    b->release(b->context, s->cache.keys), b->release(b->context, s->cache.values);
+    b->release(b->context, s->q), b->release(b->context, s->out);
+    free(s->numbers), free(s->token_of);
+}
+
+static void attention_on(llm_backend *b, const attention_data *d, int first, int count,
+                         float *out) {
+    llm_error err;
+    attention_step s = make_step(b, d, first, count, NULL, 0);
+    if (s.batch.n_tokens) {
+        if (!ops_step(s.o, b, &s.batch, &err)) fail_msg("%s", err.message);
+        step_result(b, &s, 0, out);
+    }
+    free_step(b, &s);
 }
 
 static int largest_step(const attention_case *c) {
@@ -652,6 +917,106 @@ static void test_attention_window(void **state) {
     }
 }
 
+/* Short sequences and a long one form about as many blocks as there are parts, and no more for a
+ * step that is rounded up. A second step with the same tables has the same bits. */
+static void test_attention_ragged(void **state) {
+    (void)state;
+    if (!emulated()) skip();
+    test_random r = {14};
+    llm_error err;
+    attention_case c = {6, {511, 511, 700, 511, 8191, 30}, {1, 1, 2, 1, 1, 1}, 2, 2, 32, 16, 0};
+    attention_data d = make_attention(&c, &r);
+    int64_t n = (int64_t)d.n_tokens * c.n_kv_heads * c.group * c.head_dim;
+    float *expected = malloc((size_t)n * 4), *got = malloc((size_t)n * 4);
+    llm_backend *b = open_device(false, true);
+    attention_step s = make_step(b, &d, 0, 0, NULL, 0);
+    expected_attention(&d, expected);
+    for (int run = 0; run < 3; run++) { /* launched, captured, replayed */
+        emulator_counts before = emulator_counted(), after;
+        if (!ops_step(s.o, b, &s.batch, &err)) fail_msg("%s", err.message);
+        step_result(b, &s, 0, got);
+        after = emulator_counted();
+        /* parts: 2 + 2 + 3 + 2 + 32 + 1 = 42, rounded up to 48; 5 tiles of up to 4 rows are merged,
+         * rounded up to 8; for each of 2 kv heads */
+        assert_int_equal(after.blocks - before.blocks, (48 + 8 * 4) * 2);
+        assert_true(run == 0 || after.live_allocations == before.live_allocations);
+        assert_true(distance(got, expected, n) < 1e-3);
+    }
+    free_step(b, &s);
+    llm_backend_free(b);
+    free(expected), free(got);
+    free_attention(&d);
+}
+
+/* Sequences that share their blocks can have more parts than a cache in free memory could hold.
+ * Such a step reserves memory, once; if there is none, it fails with an error, and the next step
+ * works. */
+static void test_attention_shared_blocks(void **state) {
+    (void)state;
+    if (!emulated()) skip();
+    test_random r = {15};
+    llm_error err;
+    attention_case c = {6, {4000, 4000, 4000, 4000, 4000, 4000}, {1, 1, 1, 1, 1, 1}, 1, 8, 32, 16,
+                        0};
+    attention_data d = make_attention(&c, &r);
+    for (int s = 1; s < c.n_sequences; s++)
+        memcpy(d.tables + s * d.table_stride, d.tables, (size_t)d.table_stride * sizeof *d.tables);
+    int64_t n = (int64_t)d.n_tokens * c.group * c.head_dim;
+    float *expected = malloc((size_t)n * 4), *got = malloc((size_t)n * 4);
+    expected_attention(&d, expected);
+    llm_backend *b = open_device(false, true);
+    attention_step s = make_step(b, &d, 0, 0, NULL, 0);
+    llm_limits limits = ops_limits(&s.batch, 0);
+    emulator_memory(emulator_counted().live_bytes + (512 << 10));
+    if (!b->prepare(b->context, &s.o->program, &limits, &err)) fail_msg("%s", err.message);
+    emulator_fail_allocation(0);
+    assert_false(ops_step(s.o, b, &s.batch, &err));
+    emulator_fail_allocation(-1);
+    assert_int_equal(err.status, LLM_ERROR_MEMORY);
+    assert_non_null(strstr(err.message, "parts of attention (fewer sequences"));
+    uint64_t live = emulator_counted().live_bytes;
+    for (int run = 0; run < 4; run++) {
+        if (!ops_step(s.o, b, &s.batch, &err)) fail_msg("%s", err.message);
+        step_result(b, &s, 0, got);
+        assert_true(distance(got, expected, n) < 1e-3);
+        if (run == 0) assert_true(emulator_counted().live_bytes > live);
+        else assert_int_equal(emulator_counted().live_bytes, live);
+        live = emulator_counted().live_bytes;
+    }
+    free_step(b, &s);
+    llm_backend_free(b);
+    emulator_memory((size_t)8 << 30);
+    free(expected), free(got);
+    free_attention(&d);
+}
+
+/* A program whose operations have several windows: each window has its own items; the plain kernel
+ * computes the windows beyond the first four. */
+static void test_attention_several_windows(void **state) {
+    (void)state;
+    static const int windows[] = {0, 100, 1, 300, 0, 64, 100};
+    test_random r = {16};
+    llm_error err;
+    attention_case c = {3, {600, 30, 255}, {1, 40, 5}, 1, 3, 64, 16, 0};
+    attention_data d = make_attention(&c, &r);
+    int64_t n = (int64_t)d.n_tokens * c.group * c.head_dim;
+    float *expected = malloc((size_t)n * 4), *got = malloc((size_t)n * 4);
+    llm_backend *b = open_device(false, true);
+    attention_step s = make_step(b, &d, 0, 0, windows, 7);
+    if (!ops_step(s.o, b, &s.batch, &err)) fail_msg("%s", err.message);
+    for (int i = 0; i < 7; i++) {
+        c.window = windows[i];
+        expected_attention(&d, expected);
+        step_result(b, &s, i, got);
+        double error = distance(got, expected, n);
+        if (!(error < 1e-3)) fail_msg("operation %d, window %d: %g", i, windows[i], error);
+    }
+    free_step(b, &s);
+    llm_backend_free(b);
+    free(expected), free(got);
+    free_attention(&d);
+}
+
 /* A step of thousands of tokens, thousands of positions, and a matmul with thousands of rows of
  * x. */
 static void test_large_sizes(void **state) {
@@ -678,6 +1043,31 @@ static void test_large_sizes(void **state) {
     check_case(&many, &r);
 }
 
+/* The kernel for prompts on Hopper: two tiles of rows and several of positions, in blocks that
+ * cross them; a window; groups; a sequence with few rows. */
+static void test_attention_hopper(void **state) {
+    (void)state;
+    test_random r = {23};
+    attention_case cases[] = {{2, {100, 3}, {150, 40}, 1, 1, 128, 16, 0},
+                              {1, {30}, {45}, 2, 3, 128, 5, 0},
+                              {2, {300, 2}, {140, 1}, 1, 1, 128, 32, 90}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        attention_data d = make_attention(&cases[i], &r);
+        int n = d.n_tokens * cases[i].n_kv_heads * cases[i].group * 128;
+        float *expected = malloc((size_t)n * 4), *got = malloc((size_t)n * 4);
+        expected_attention(&d, expected);
+        device_set_capability(device_name("emulated"), 90);
+        llm_backend *b = device_open(device_name("emulated"), NULL);
+        attention_on(b, &d, 0, 0, got);
+        double error = distance(got, expected, n);
+        if (!(error < 1e-3)) fail_msg("case %zu: %g", i, error);
+        llm_backend_free(b);
+        device_set_capability(device_name("emulated"), 80);
+        free(expected), free(got);
+        free_attention(&d);
+    }
+}
+
 /* Queries far beyond f16's range, whose softmax selects a single position. */
 static void test_attention_range(void **state) {
     (void)state;
@@ -698,19 +1088,28 @@ static void test_attention_range(void **state) {
 int main(void) {
     /* the choice of kernel depends on the number of rows per processor */
     llm__pretended_processors = 2;
+    setenv("LLM_EMU_SHARED", "232448", 0); /* an H100's; attention keeps its totals there */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_wide),
         cmocka_unit_test(test_matmul_tall),
+        cmocka_unit_test(test_matmul_split),
         cmocka_unit_test(test_matmul_range),
         cmocka_unit_test(test_matmul_large_weights),
         cmocka_unit_test(test_matmul_not_finite),
         cmocka_unit_test(test_matmul_same_input),
         cmocka_unit_test(test_matmul_together),
+        cmocka_unit_test(test_layer),
+        cmocka_unit_test(test_matmul_hopper),
+        cmocka_unit_test(test_matmul_hopper_same_input),
         cmocka_unit_test(test_matmul_plain),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window),
         cmocka_unit_test(test_attention_range),
+        cmocka_unit_test(test_attention_ragged),
+        cmocka_unit_test(test_attention_shared_blocks),
+        cmocka_unit_test(test_attention_several_windows),
+        cmocka_unit_test(test_attention_hopper),
         cmocka_unit_test(test_large_sizes),
     };
     const char *device = device_name("emulated");

@@ -15,7 +15,7 @@
 
 static const char *device; /* the device under test */
 
-enum { MAX_DRAWS = 24, MAX_RECENT = 40 };
+enum { MAX_DRAWS = 24, MAX_PAST = 40, MAX_BIAS = 9, MAX_TOP = 20 };
 
 /* Fill a row with logits of this kind. */
 static void fill_logits(uint64_t seed, int kind, float *row, int n) {
@@ -29,10 +29,11 @@ static void fill_logits(uint64_t seed, int kind, float *row, int n) {
         if (kind == 5) row[i] = v < 0.5 ? NAN : -INFINITY; /* no token is possible */
         if (kind == 6 && i == n / 2) row[i] = INFINITY;
         if (kind == 7) row[i] = (float)(normal * 1e-7);    /* almost equal */
+        if (kind == 8) row[i] = (float)(int)(normal * 4);  /* ties of a few likely tokens */
     }
 }
 
-static llm_sampling random_sampling(uint64_t seed) {
+static llm_sampling random_sampling(uint64_t seed, llm_logit_bias *bias, int n) {
     llm_sampling p = llm_sampling_defaults();
 #define CHANCE(k) llm_random(seed, 7, k)
     static const int ks[] = {1, 2, 5, 40, 300, 1 << 20};
@@ -43,6 +44,14 @@ static llm_sampling random_sampling(uint64_t seed) {
     if (CHANCE(6) < 0.4) p.min_p = CHANCE(7) < 0.2 ? 1 : (float)(CHANCE(7) * CHANCE(7));
     if (CHANCE(8) < 0.4) p.repetition_penalty = (float)(0.5 + 2 * CHANCE(9));
     p.penalty_window = CHANCE(10) < 0.5 ? 0 : 7;
+    if (CHANCE(11) < 0.3) p.presence_penalty = (float)(4 * CHANCE(12) - 2);
+    if (CHANCE(13) < 0.3) p.frequency_penalty = (float)(4 * CHANCE(14) - 2);
+    if (CHANCE(15) < 0.4) p.n_bias = (int)(CHANCE(16) * MAX_BIAS);
+    for (int i = 0; i < p.n_bias; i++) {
+        bias[i].token = (int32_t)(CHANCE(17 + (uint64_t)i) * n);
+        bias[i].bias = CHANCE(30 + (uint64_t)i) < 0.2 ? -1e6f : (float)(10 * CHANCE(50) - 5);
+    }
+    p.bias = bias;
     p.seed = seed;
     return p;
 }
@@ -55,7 +64,10 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
     int n_rows = 1 + (int)(llm_random(seed, 2, 0) * 5), n_draws = 0;
     float *logits = (float *)malloc((size_t)n_rows * (size_t)n * sizeof *logits);
     llm_draw draws[MAX_DRAWS];
-    int32_t recent[MAX_DRAWS][MAX_RECENT], ids[MAX_DRAWS];
+    llm_logit_bias bias[MAX_DRAWS][MAX_BIAS];
+    llm_adjustment lists[MAX_DRAWS][2 * MAX_PAST];
+    llm_token_logprob tops[MAX_DRAWS][MAX_TOP], expected_tops[MAX_TOP];
+    int32_t past[MAX_DRAWS][MAX_PAST], ids[MAX_DRAWS];
     float logprobs[MAX_DRAWS];
     assert_non_null(logits);
     assert_true(llm__sampler_init(&sampler, n, 1, &err));
@@ -66,14 +78,18 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
             llm_draw *d = &draws[n_draws];
             memset(d, 0, sizeof *d);
             d->row = row;
-            d->sampling = random_sampling(seed * 100 + (uint64_t)n_draws);
+            d->sampling = random_sampling(seed * 100 + (uint64_t)n_draws, bias[n_draws], n);
             d->random = llm__random_bits(d->sampling.seed, 5, (uint64_t)n_draws);
-            for (int i = 0; i < MAX_RECENT; i++)
-                recent[n_draws][i] = (int32_t)(llm_random(seed, 9, (uint64_t)(n_draws * 64 + i)) *
-                                               (i % 2 ? n : n < 9 ? n : 9));
-            if (d->sampling.repetition_penalty != 1)
-                d->n_recent = d->sampling.penalty_window ? 7 : MAX_RECENT;
-            d->recent = recent[n_draws] + MAX_RECENT - d->n_recent;
+            for (int i = 0; i < MAX_PAST; i++)
+                past[n_draws][i] = (int32_t)(llm_random(seed, 9, (uint64_t)(n_draws * 64 + i)) *
+                                             (i % 2 ? n : n < 9 ? n : 9));
+            d->adjustments = lists[n_draws];
+            d->n_adjustments = llm__adjust(&sampler, &d->sampling,
+                                           (llm__past){past[n_draws], MAX_PAST, MAX_PAST / 3},
+                                           lists[n_draws]);
+            d->top = tops[n_draws];
+            d->n_top = (int)(llm_random(seed, 10, (uint64_t)n_draws) * (MAX_TOP + 20)) - 20;
+            d->n_top = d->n_top < 0 ? 0 : d->n_top < n ? d->n_top : n;
         }
     }
     size_t bytes = (size_t)n_rows * (size_t)n * sizeof *logits;
@@ -85,17 +101,29 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
     for (int i = 0; i < n_draws; i++) {
         const float *row = logits + (int64_t)draws[i].row * n;
         const llm_sampling *p = &draws[i].sampling;
-        int32_t expected = llm__sample(&sampler, p, row, recent[i], MAX_RECENT, 5, (uint64_t)i);
+        llm__past before = {past[i], MAX_PAST, MAX_PAST / 3};
+        int32_t expected = llm__sample(&sampler, p, row, before, 5, (uint64_t)i);
         if (ids[i] != expected)
             fail_msg("seed %d, draw %d of %d logits: token %d, not %d (temperature %g, top_k %d, "
-                     "top_p %g, min_p %g, penalty %g)",
+                     "top_p %g, min_p %g, penalties %g, %g, %g, %d biases)",
                      (int)seed, i, n, ids[i], expected, (double)p->temperature, p->top_k,
-                     (double)p->top_p, (double)p->min_p, (double)p->repetition_penalty);
+                     (double)p->top_p, (double)p->min_p, (double)p->repetition_penalty,
+                     (double)p->presence_penalty, (double)p->frequency_penalty, p->n_bias);
         float logprob = llm_logprob(row, n, ids[i]);
-        if (logprob != logprobs[i] && !(logprob != logprob && logprobs[i] != logprobs[i]) &&
-            !(fabsf(logprob - logprobs[i]) <= 1e-5f * (1 + fabsf(logprob))))
+        bool both_nan = logprob != logprob && logprobs[i] != logprobs[i];
+        if (fabsf(logprob) <= FLT_MAX
+                ? !(fabsf(logprob - logprobs[i]) <= 1e-5f * (1 + fabsf(logprob)))
+                : logprob != logprobs[i] && !both_nan)
             fail_msg("seed %d, draw %d: logprob %g, not %g", (int)seed, i, (double)logprobs[i],
                      (double)logprob);
+        if (!(fabsf(logprob) <= FLT_MAX)) continue; /* then the engine ends the sequence */
+        if (draws[i].n_top) llm__top_logprobs(row, n, draws[i].n_top, expected_tops);
+        for (int k = 0; k < draws[i].n_top; k++) {
+            float wanted = expected_tops[k].logprob;
+            assert_int_equal(tops[i][k].token, expected_tops[k].token);
+            assert_true(wanted == tops[i][k].logprob ||
+                        fabsf(wanted - tops[i][k].logprob) <= 1e-5f * (1 + fabsf(wanted)));
+        }
     }
     /* the logits are unchanged */
     float *after = (float *)malloc(bytes);
@@ -123,10 +151,18 @@ static void test_draws(void **state) {
     device_set_order(device, 0);
 }
 
+/* Rows of several parts, where some lists of likely tokens are full and others too short. */
 static void test_large_vocabulary(void **state) {
     (void)state;
     llm_backend *b = device_open(device, NULL);
+    for (uint64_t seed = 1; seed <= (do_less() ? 6 : 24); seed++) {
+        device_set_order(device, (int)seed % device_orders(device));
+        check_draws(b, seed, 9000);
+    }
+    device_set_order(device, 0);
     check_draws(b, 77, 50257);
+    for (uint64_t seed = 78; seed < (do_less() ? 80 : 86); seed++)
+        check_draws(b, seed, 4096 * 33 + 1);
     llm_backend_free(b);
 }
 

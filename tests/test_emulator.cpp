@@ -16,6 +16,7 @@ extern "C" {
 #include <cmocka.h>
 }
 
+#include "counted.h"
 #include "cuda_on_cpu.h"
 #include "emulator.h"
 #include "../llm.h"
@@ -70,10 +71,11 @@ static cudaError_t run(int order, float out[N], int threads, size_t shared,
 }
 
 /* Whether the kernel gives expected(i) at each i, in every order. */
-template <class F> static bool gives(void (*kernel)(const float *, float *), F expected) {
+template <class F>
+static bool gives(void (*kernel)(const float *, float *), F expected, size_t shared = 0) {
     for (int order = 0; order < ORDERS; order++) {
         float out[N];
-        assert_int_equal(run(order, out, N, 0, kernel), cudaSuccess);
+        assert_int_equal(run(order, out, N, shared, kernel), cudaSuccess);
         for (int i = 0; i < N; i++)
             if (out[i] != expected(i)) return false;
     }
@@ -82,12 +84,12 @@ template <class F> static bool gives(void (*kernel)(const float *, float *), F e
 
 /* Check that the kernel causes a fault, in every order, with these words in its message. */
 static void assert_fault(void (*kernel)(const float *, float *), int line, const char *words,
-                         int threads = N) {
+                         int threads = N, size_t shared = 0) {
     for (int order = 0; order < ORDERS; order++) {
         float out[N];
         char place[64];
         snprintf(place, sizeof place, "test_emulator.cpp:%d: ", line);
-        assert_int_equal(run(order, out, threads, 0, kernel), cudaErrorLaunchFailure);
+        assert_int_equal(run(order, out, threads, shared, kernel), cudaErrorLaunchFailure);
         if (!strstr(emulator_fault(), words) || (line && !strstr(emulator_fault(), place)))
             fail_msg("the fault does not say \"%s%s\": %s", line ? place : "", words,
                      emulator_fault());
@@ -397,6 +399,143 @@ static void test_asynchronous_copies(void **) {
     assert_fault(misaligned_copy_kernel, 0, "no multiple");
 }
 
+/* ---- Hopper: bulk copies and wgmma ----------------------------------------------------------- */
+
+enum bulk_mistake {
+    BULK_FINE, BULK_NO_FENCE, BULK_NO_BARRIER, BULK_WRONG_PHASE, BULK_LESS_EXPECTED,
+    BULK_MORE_EXPECTED, BULK_MISALIGNED, BULK_NO_WAIT, BULK_READ_WHILE_REFILLED, BULK_ARRIVE_TWICE,
+    BULK_LEFT_AT_END
+};
+
+/* Thread 0 copies eight pieces of 32 numbers through two stages. Warp 1 writes them to `out`. */
+template <bulk_mistake mistake> static void bulk_kernel(const float *in, float *out) {
+    LLM_SHARED(uint64_t, full, 2);
+    LLM_SHARED(uint64_t, empty, 2);
+    LLM_DYNAMIC_SHARED(float, stages);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++)
+            llm__mbarrier_init(full + i, 1), llm__mbarrier_init(empty + i, 32);
+        if (mistake != BULK_NO_FENCE) llm__fence_async();
+    }
+    if (mistake != BULK_NO_BARRIER) __syncthreads();
+    for (int i = 0; i < 8 && threadIdx.x == 0; i++) {
+        if (i >= 2 && mistake != BULK_READ_WHILE_REFILLED)
+            llm__mbarrier_wait(empty + i % 2, (i / 2 - 1) % 2);
+        llm__mbarrier_arrive(full + i % 2, mistake == BULK_LESS_EXPECTED   ? 112
+                                           : mistake == BULK_MORE_EXPECTED ? 144
+                                                                           : 128);
+        llm__copy_bulk(stages + i % 2 * 32 + (mistake == BULK_MISALIGNED), in + i * 32, 128,
+                       full + i % 2);
+    }
+    for (int i = 0; i < 8 - (mistake == BULK_LEFT_AT_END) && threadIdx.x / 32 == 1; i++) {
+        if (mistake != BULK_NO_WAIT)
+            llm__mbarrier_wait(full + i % 2, mistake == BULK_WRONG_PHASE ? 0 : i / 2 % 2);
+        out[i * 32 + threadIdx.x % 32] = stages[i % 2 * 32 + threadIdx.x % 32];
+        if (mistake == BULK_ARRIVE_TWICE) llm__mbarrier_arrive(empty + i % 2);
+        llm__mbarrier_arrive(empty + i % 2);
+    }
+}
+
+static void test_bulk_copies(void **) {
+    auto same = [](int i) { return (float)i; };
+    auto faulty = [](void (*kernel)(const float *, float *), const char *words) {
+        assert_fault(kernel, 0, words, N, 256);
+    };
+    assert_true(gives(bulk_kernel<BULK_FINE>, same, 256));
+    faulty(bulk_kernel<BULK_NO_FENCE>, "no fence.proxy.async after");
+    emulator_order("reverse");
+    float out[N];
+    assert_int_equal(run(1, out, N, 256, bulk_kernel<BULK_NO_BARRIER>), cudaErrorLaunchFailure);
+    assert_non_null(strstr(emulator_fault(), "is not initialized"));
+    emulator_recover();
+    faulty(bulk_kernel<BULK_WRONG_PHASE>, "out of turn");
+    faulty(bulk_kernel<BULK_LESS_EXPECTED>, "needs 0 more arrivals and -16 more bytes");
+    faulty(bulk_kernel<BULK_MORE_EXPECTED>, "needs 0 more arrivals and 16 more bytes");
+    faulty(bulk_kernel<BULK_MISALIGNED>, "multiples of 16");
+    faulty(bulk_kernel<BULK_ARRIVE_TWICE>, "out of turn");
+    faulty(bulk_kernel<BULK_LEFT_AT_END>, "before its bulk copies");
+    /* too early: the stage still holds all ones; too late: the thread that refills it is lost */
+    assert_int_not_equal(run(0, out, N, 256, bulk_kernel<BULK_READ_WHILE_REFILLED>), cudaSuccess);
+    emulator_recover();
+    assert_int_not_equal(run(0, out, N, 256, bulk_kernel<BULK_NO_WAIT>), cudaSuccess);
+    emulator_recover();
+}
+
+enum wgmma_mistake {
+    WGMMA_FINE, WGMMA_NO_FENCE, WGMMA_NO_ASYNC_FENCE, WGMMA_READ_EARLY, WGMMA_SUM_WRITTEN,
+    WGMMA_A_WRITTEN, WGMMA_WARP_MISSING, WGMMA_OTHER_B, WGMMA_NO_WAIT, WGMMA_NO_SWIZZLE,
+    WGMMA_NOT_ALIGNED, WGMMA_OUTSIDE
+};
+
+/* out[i] = 1 if all sums of thread i are right. Each warpgroup computes (64, 64) times (64, 128) in
+ * two groups of wgmmas. */
+template <wgmma_mistake mistake> static void wgmma_kernel(const float *in, float *out) {
+    LLM_DYNAMIC_SHARED(char, memory);
+    auto a_at = [&](int row, int k) { return in[row] - 30.0f + (float)(k * 7 % 11); };
+    auto b_at = [](int k, int n) { return (float)(n * 3 % 13 - k % 5); };
+    size_t start = (size_t)__cvta_generic_to_shared(memory);
+    char *b = memory + ((1024 - start % 1024) % 1024) + (mistake == WGMMA_NOT_ALIGNED ? 128 : 0);
+    for (int i = threadIdx.x; i < 64 * 128; i += blockDim.x) {
+        int n = i / 64, k = i % 64;
+        uint16_t bits = emu::to_f16(b_at(k, n));
+        memcpy(b + n * 128 + (k / 8 ^ n % 8) * 16 + k % 8 * 2, &bits, 2);
+    }
+    if (mistake != WGMMA_NO_ASYNC_FENCE) llm__fence_async();
+    __syncthreads();
+    uint64_t descriptor = (uint64_t)(__cvta_generic_to_shared(b) >> 4) | (uint64_t)64 << 32 |
+                          (uint64_t)(mistake != WGMMA_NO_SWIZZLE) << 62;
+    if (mistake == WGMMA_OUTSIDE) descriptor += 128;
+    int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    uint32_t a[4][4];
+    for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 4; i++) {
+            int row = warp * 16 + g + i % 2 * 8, k = j * 16 + 2 * t + i / 2 * 8;
+            a[j][i] = emu::to_f16(a_at(row, k)) | (uint32_t)emu::to_f16(a_at(row, k + 1)) << 16;
+        }
+    float sums[64] = {};
+    sums[5] = 100;
+    bool right = true;
+    if (mistake == WGMMA_WARP_MISSING && warp == 2) return;
+    for (int j = 0; j < 4; j++) {
+        if (mistake != WGMMA_NO_FENCE && j % 2 == 0) llm__wgmma_fence(a);
+        llm__wgmma_m64n128k16<0>(sums, a[j],
+                                 descriptor + 2 * j + (mistake == WGMMA_OTHER_B && warp == 1));
+        if (j % 2) llm__wgmma_commit();
+    }
+    llm__wgmma_wait<1>(sums);
+    if (mistake == WGMMA_A_WRITTEN) a[3][0]++;
+    if (mistake == WGMMA_READ_EARLY && !(sums[0] < 1e30f)) right = false;
+    if (mistake == WGMMA_SUM_WRITTEN) sums[3] = 0;
+    if (mistake != WGMMA_NO_WAIT) llm__wgmma_wait<0>(sums);
+    for (int i = 0; i < 64; i++) {
+        float expected = i == 5 ? 100.0f : 0.0f;
+        for (int k = 0; k < 64; k++)
+            expected += a_at(warp * 16 + g + i / 2 % 2 * 8, k) * b_at(k, i / 4 * 8 + 2 * t + i % 2);
+        right = right && sums[i] == expected;
+    }
+    out[threadIdx.x] = right;
+}
+
+static void test_warpgroup_products(void **) {
+    constexpr size_t shared = 18 * 1024;
+    auto one = [](int) { return 1.0f; };
+    auto faulty = [](void (*kernel)(const float *, float *), const char *words) {
+        assert_fault(kernel, 0, words, N, shared);
+    };
+    assert_true(gives(wgmma_kernel<WGMMA_FINE>, one, shared));
+    assert_false(gives(wgmma_kernel<WGMMA_READ_EARLY>, one, shared));
+    faulty(wgmma_kernel<WGMMA_NO_FENCE>, "no wgmma.fence");
+    faulty(wgmma_kernel<WGMMA_NO_ASYNC_FENCE>, "without fence.proxy.async");
+    faulty(wgmma_kernel<WGMMA_SUM_WRITTEN>, "a sum is written");
+    faulty(wgmma_kernel<WGMMA_A_WRITTEN>, "a register of A is written");
+    faulty(wgmma_kernel<WGMMA_WARP_MISSING>, "is missing from a wgmma");
+    faulty(wgmma_kernel<WGMMA_OTHER_B>, "different wgmmas");
+    faulty(wgmma_kernel<WGMMA_NO_WAIT>, "before its wgmma");
+    faulty(wgmma_kernel<WGMMA_NO_SWIZZLE>, "without the 128-byte swizzle");
+    faulty(wgmma_kernel<WGMMA_NOT_ALIGNED>, "multiple of 1024");
+    faulty(wgmma_kernel<WGMMA_OUTSIDE>, "outside of the dynamic shared memory");
+}
+
 /* ---- Matrix instructions --------------------------------------------------------------------- */
 
 /* c (16, 8) = a (16, 16) times b (16, 8), as kernels compute it: a is loaded by ldmatrix, b
@@ -528,13 +667,9 @@ static void test_half_precision(void **) {
 }
 
 static void test_bit_operations(void **) {
-    assert_int_equal(llm__prmt(0x33221100, 0x77665544, 0x7531), 0x77553311);
-    assert_int_equal(llm__prmt(0x80007f00, 0, 0x000b), 0x000000ff); /* replicates a sign bit */
-    for (uint32_t a = 0; a < 2; a++)
-        for (uint32_t b = 0; b < 2; b++)
-            /* PTX: (0xf0 & 0xcc) | 0xaa */
-            for (uint32_t c = 0; c < 2; c++)
-                assert_int_equal(llm__lop3<0xea>(a, b, c) & 1, (a & b) | c);
+    assert_int_equal(__byte_perm(0x33221100, 0x77665544, 0x7531), 0x77553311);
+    assert_int_equal(__byte_perm(0x80007f00, 0, 0x000b), 0x000000ff); /* replicates a sign bit */
+    assert_int_equal(llm__and_or(12, 10, 1), 9);
     assert_int_equal(__dp4a((int)0x01ff807f, (int)0x02038001, 10), 10 + 2 - 3 + 16384 + 127);
     assert_int_equal(__brev(1), 0x80000000u);
     assert_int_equal(__clz(1), 31);
@@ -781,6 +916,28 @@ static void test_injected_failures(void **) {
     cudaGetLastError();
 }
 
+/* ---- Counted arithmetic ---------------------------------------------------------------------- */
+
+static void arithmetic_kernel(const float *in, float *out) {
+    counted<float> x = in[1], y = in[2];
+    counted<int> bits = 0x75;
+    x += y;                                                        /* 1 operation */
+    x = fmaf(x * y, y - 1, x);                                     /* 3 */
+    if (threadIdx.x == 40) x = x + counted<float>(bits >> 4 & 15); /* 4, one a conversion */
+    out[threadIdx.x] = x.value;
+}
+
+static void test_counted_arithmetic(void **) {
+    for (int order = 0; order < ORDERS; order++) {
+        float out[N];
+        uint64_t before = emulator_counted().arithmetic;
+        assert_int_equal(run(order, out, 64, 0, arithmetic_kernel), cudaSuccess);
+        /* two warps of 4 operations; one lane of the second does 4 more */
+        assert_int_equal(emulator_counted().arithmetic - before, 4 + 8);
+        assert_true(out[0] == 9.0f && out[40] == 16.0f);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_missing_barrier),
@@ -790,12 +947,15 @@ int main(void) {
         cmocka_unit_test(test_warps),
         cmocka_unit_test(test_memory_bounds),
         cmocka_unit_test(test_asynchronous_copies),
+        cmocka_unit_test(test_bulk_copies),
+        cmocka_unit_test(test_warpgroup_products),
         cmocka_unit_test(test_matrix_products),
         cmocka_unit_test(test_half_precision),
         cmocka_unit_test(test_bit_operations),
         cmocka_unit_test(test_streams),
         cmocka_unit_test(test_graphs),
         cmocka_unit_test(test_accesses),
+        cmocka_unit_test(test_counted_arithmetic),
         cmocka_unit_test(test_injected_failures),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);

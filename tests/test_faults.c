@@ -40,6 +40,7 @@ static llm_request some_request(int i, int32_t *prompt) {
     r.stop = stops;
     r.n_stop = i % 4;
     r.speculate = i == 5 ? LLM_SPECULATE_AUTO : i % 4;
+    r.branches = i % 3 + 1;
     r.lookup = i == 3;
     r.logits_hook = i == 4 ? record_hook : NULL;
     return r;

@@ -437,7 +437,7 @@ static void test_hostile_values(void **state) {
     put_u64(&g.values, UINT64_MAX - 3); /* the length of a key */
     for (int i = 0; i < 3; i++) put_u64(&g.values, 0);
     g.n_values = 1;
-    refuse(&g, "the key of a metadata value at byte 32 needs");
+    refuse(&g, "the key of a metadata value at byte 24 needs");
     char *key = (char *)malloc(70001);
     memset(key, 'k', 70000);
     key[70000] = 0;
@@ -486,7 +486,7 @@ static void test_hostile_tensors(void **state) {
         {39, "type 39 (mxfp4)"},      {40, "type 40 (nvfp4)"},      {41, "type 41 (unknown)"}};
     for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported; i++)
         refuse_tensor(2, 256, 8, 0, 0, unsupported[i].type, 0, unsupported[i].words);
-    refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4, "offset 4, which is no multiple of the alignment 32");
+    refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4, "which is not a multiple of the alignment 32");
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4096, "lies past the end of the file");
     refuse_tensor(1, 1025, 0, 0, 0, LLM_F32, 0, "(4100 bytes at offset 0");
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, UINT64_MAX - 31, "lies past the end of the file");
@@ -1082,14 +1082,14 @@ static void test_damaged_split_models(void **state) {
     (void)state;
     write_parts(3);
     unlink(part_path(1, 3));
-    refuse_parts(0, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is not there");
-    refuse_parts(2, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is not there");
+    refuse_parts(0, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is missing");
+    refuse_parts(2, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is missing");
     write_parts(3);
     unlink(part_path(0, 3));
-    refuse_parts(2, 3, LLM_ERROR_FILE, "part 1 of 3 of the model is not there");
+    refuse_parts(2, 3, LLM_ERROR_FILE, "part 1 of 3 of the model is missing");
     write_parts(3);
     write_file(part_path(2, 3), "GGUF", 4);
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "part 3 of 3 of the model is not there, or is damaged");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "part 3 of 3 of the model is missing or damaged");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "the version");
     write_part(2, 3, part(2, 3, 1, 5, SPLIT_ALL));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 2 of 3");
@@ -1114,7 +1114,7 @@ static void test_damaged_split_models(void **state) {
     gguf g = {0};
     gguf_string(&g, "split.count", "three");
     write_part(0, 3, gguf_finish(&g));
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.count is no number from 0 to 99999");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.count is not a number from 0 to 99999");
     /* a file in memory cannot find the other parts */
     llm_error err;
     bytes b = part(0, 3, 0, 5, SPLIT_ALL);

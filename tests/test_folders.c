@@ -123,8 +123,8 @@ static void test_damaged_settings(void **state) {
         {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"",
          "does not say its model_type"},
         {"llama_mha", "config.json", "\"llama\"", "\"gemma\"",
-         "config.json's model_type \"gemma\" is not supported; supported: llama, mistral, qwen2, "
-         "qwen3"},
+         "config.json's model_type \"gemma\" is not supported; supported: llama, mistral, mixtral, "
+         "qwen2"},
         {"llama_mha", "config.json", "\"llama\"", "17", "does not say its model_type"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null",
          "does not say \"hidden_size\""},
@@ -209,7 +209,62 @@ static void test_damaged_settings(void **state) {
          "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}",
          "RoPE scaling \"dynamic\" is not supported; supported: default, linear, yarn, llama3"},
         {"llama_mha", "config.json", "\"rope_scaling\": null",
-         "\"rope_scaling\": {\"rope_type\": \"longrope\"}", "RoPE scaling \"longrope\""},
+         "\"rope_scaling\": {\"rope_type\": \"ntk\"}", "RoPE scaling \"ntk\""},
+        {"phi3_long", "config.json", "\"short_factor\": [", "\"short_factor\": [1, ",
+         "\"short_factor\" in config.json is not a list of 3 numbers"},
+        {"phi3_long", "config.json", "\"long_factor\": [", "\"long_factor\": 3, \"factors\": [",
+         "\"factors\": [...] in the RoPE scaling of config.json"},
+        {"phi3_long", "config.json", "1.25", "-1.25", "an entry that is not a positive number"},
+        {"phi3_partial", "config.json", "\"partial_rotary_factor\": 0.5",
+         "\"partial_rotary_factor\": 0.4", "RoPE over 3 dimensions"},
+        {"phi3_partial", "config.json", "\"partial_rotary_factor\": 0.5",
+         "\"partial_rotary_factor\": 1.5", "partial_rotary_factor 1.5 is not supported"},
+        {"phi3", "config.json", "\"num_attention_heads\": 4", "\"num_attention_heads\": 6",
+         "the tensor model.layers.0.self_attn.qkv_proj.weight is of shape"},
+        {"granite", "config.json", "\"logits_scaling\": 2.5", "\"logits_scaling\": 0",
+         "\"logits_scaling\" in config.json is not a positive number"},
+        {"granite", "config.json", "\"logits_scaling\"", "\"final_logit_softcapping\"",
+         "\"final_logit_softcapping\": 2.5 in config.json is an option that is not supported"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"residual_multiplier\": 0.5",
+         "\"residual_multiplier\": 0.5 in config.json is an option that is not supported"},
+        {"smollm3_list", "config.json", "\"no_rope_layers\": [", "\"no_rope_layers\": [1,",
+         "no_rope_layers in config.json is not a list of 3 numbers"},
+        {"smollm3_list", "config.json", "\"no_rope_layers\": [", "\"no_rope_layers\": [[], ",
+         "no_rope_layers in config.json is not a list of 3 numbers"},
+        {"gemma2", "config.json", "gelu_pytorch_tanh", "relu",
+         "the activation \"relu\" is not supported; supported: gelu_pytorch_tanh"},
+        {"gemma2", "config.json", "\"attn_logit_softcapping\": 2.0",
+         "\"attn_logit_softcapping\": -2.0", "is not a positive number"},
+        {"gemma3_linear", "config.json", "\"rope_type\": \"default\"",
+         "\"rope_type\": \"yarn\"", "the RoPE of \"sliding_attention\" in config.json"},
+        {"gemma3", "config.json", "gemma3_text", "gemma3", "model_type \"gemma3\" is not supported"},
+        {"bloom", "config.json", "\"apply_residual_connection_post_layernorm\": false",
+         "\"apply_residual_connection_post_layernorm\": true",
+         "\"apply_residual_connection_post_layernorm\": true in config.json is an option"},
+        {"bloom", "config.json", "\"num_attention_heads\": 4", "\"num_attention_heads\": 5",
+         "has 72 rows, not 3 x 5 x 4"},
+        {"bloom", "config.json", "\"n_layer\": 2,", "", "config.json does not say \"n_layer\""},
+        {"mpt", "config.json", "\"alibi\": true", "\"alibi\": false",
+         "\"alibi\": false in config.json is not supported"},
+        {"mpt", "config.json", "\"clip_qkv\": null", "\"clip_qkv\": 8",
+         "\"clip_qkv\": 8 in the attn_config of config.json is an option"},
+        {"mpt", "config.json", "low_precision_layernorm", "low_precision_rmsnorm",
+         "the norm_type \"low_precision_rmsnorm\""},
+        {"mpt", "config.json", "multihead_attention", "multiquery_attention", "the attn_type"},
+        {"gptneox", "config.json", "\"rotary_pct\": 0.5", "\"rotary_emb\": null",
+         "config.json does not say \"rotary_pct\""},
+        {"gptneox", "config.json", "\"gelu\"", "\"gelu_fast\"",
+         "the activation \"gelu_fast\" is not supported; supported: gelu"},
+        {"stablelm", "config.json", "\"qk_layernorm\": false", "\"qk_layernorm\": true",
+         "\"qk_layernorm\": true in config.json is an option"},
+        {"stablelm", "config.json", "\"use_parallel_residual\": false",
+         "\"use_parallel_residual\": true",
+         "the tensor model.layers.0.post_attention_layernorm.bias is unknown"},
+        {"stablelm_parallel", "config.json", "\"use_parallel_residual\": true",
+         "\"use_parallel_residual\": false",
+         "the tensor model.layers.0.post_attention_layernorm.weight is missing"},
+        {"olmo2", "config.json", "\"rope_theta\"", "\"sliding_window\": 4, \"rope_theta\"",
+         "\"sliding_window\" in config.json is not supported for olmo2"},
         {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"factor\": 2}",
          "does not say its rope_type"},
         {"llama_mha", "config.json", "\"rope_scaling\": null",
@@ -221,7 +276,7 @@ static void test_damaged_settings(void **state) {
          "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2, \"twist\": 1}",
          "\"twist\": 1 in the RoPE scaling"},
         {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": [1]",
-         "the RoPE scaling in config.json is no object"},
+         "the RoPE scaling in config.json is not an object"},
         {"qwen3_yarn", "config.json", "\"rope_type\": \"yarn\"",
          "\"rope_type\": \"yarn\", \"truncate\": false", "\"truncate\": false is not supported"},
         {"llama31", "config.json", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 0.5",
@@ -242,15 +297,15 @@ static void test_damaged_settings(void **state) {
         {"qwen2_window", "config.json", "\"max_window_layers\": 1", "\"max_window_layers\": null",
          "from which layer on the window is used"},
         {"llama_bias", "config.json", "\"attention_bias\": true", "\"attention_bias\": false",
-         "self_attn.k_proj.bias is unknown to the llama architecture"},
+         "self_attn.k_proj.bias is unknown in the llama architecture"},
         {"llama_mha", "config.json", "\"attention_bias\": false", "\"attention_bias\": true",
          "self_attn.q_proj.bias is missing"},
         {"qwen3", "config.json", "\"qwen3\"", "\"qwen2\"", "is missing"},
-        {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown to the llama architecture"},
+        {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown in the llama architecture"},
         {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
         {"llama_mha", "tokenizer.json", "\"added_tokens\":[",
          "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
-         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding "
+         "tokenizer.json (with the files beside it) has 97 tokens, but the embedding "
          "(model.embed_tokens.weight) only 96 rows"},
         {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8",
          "the number of bits \"8\" is not supported; supported: 4"},
@@ -318,12 +373,12 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "{", "[", "line 1"},
         {"llama_mha", "", "\"F32\"", "\"F33\"", "is of the type 'F33', which is unknown"},
         {"llama_mha", "", "\"F32\"", "\"I32\"", "is of the type I32; supported: F32, F16, BF16"},
-        {"llama_mha", "", "\"F32\"", "\"F16\"", "which is not their number"},
+        {"llama_mha", "", "\"F32\"", "\"F16\"", "which is not their size"},
         {"llama_mha", "", "\"F32\"", "32", "is of the type '32', which is unknown"},
         {"llama_mha", "", "\"dtype\"", "\"type\"", "is of the type"},
         {"llama_mha", "", "\"shape\"", "\"form\"", "has no shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[24,96]", "is of shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96,23]", "which is not their number"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96,23]", "which is not their size"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[0,24]", "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[-96,-24]", "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]",
@@ -331,7 +386,7 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,4]",
          "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,2]",
-         "which is not their number"},
+         "which is not their size"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96.0,24]", "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]",
          "has 1 dimensions, but should have 2"},
@@ -351,9 +406,9 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[18446744073709551615,",
          "has no data_offsets of two numbers"},
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[9223372036854775807,",
-         "has the place 9223372036854775807"},
+         "has the data_offsets 9223372036854775807"},
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[4,",
-         "which is not their number"},
+         "which is not their size"},
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[-4,",
          "has no data_offsets of two numbers"},
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[",
@@ -363,7 +418,7 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[4,9220]", "overlap"},
         {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,18432]", "overlap"},
         {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,0]",
-         "has the place 9216 to 0"},
+         "has the data_offsets 9216 to 0"},
         {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[90000,99216]",
          "bytes of data: the file is damaged"},
         {"llama_mha", "", "\"data_offsets\"", "\"offsets\"", "has no data_offsets"},
@@ -503,10 +558,10 @@ static void test_split_safetensors(void **state) {
     check_refused("no weight_map", "has no weight_map");
     copy_model("llama");
     replace(index, second, "../llama/model-00002-of-00002.safetensors");
-    check_refused("a file outside", "which is no name of a file in this folder");
+    check_refused("a file outside", "which is not the name of a file here");
     copy_model("llama");
     replace(index, second, "/etc/passwd");
-    check_refused("a file outside", "which is no name of a file in this folder");
+    check_refused("a file outside", "which is not the name of a file here");
     copy_model("llama");
     replace(index, "\"model-00002-of-00002.safetensors\"", "2");
     check_refused("no name", "names no file for");
@@ -848,8 +903,8 @@ static void test_end_ids(void **state) {
 
 /* If YaRN covers less than max_position_embeddings, the errors about the context mention it. */
 static void test_context_note(void **state) {
-    static const char note[] = "; config.json says 256, but its YaRN scaling makes 64 of 16, its "
-                               "original_max_position_embeddings";
+    static const char note[] = "; config.json says 256, but its YaRN scaling gives only 64, for an "
+                               "original_max_position_embeddings of 16";
     llm_error err;
     (void)state;
     copy_model("qwen3_yarn");
@@ -864,7 +919,7 @@ static void test_context_note(void **state) {
     llm_engine_options o = llm_engine_defaults();
     o.context_length = 65;
     assert_null(llm_engine_create(model, &o, &err));
-    assert_non_null(strstr(err.message, "trained for 1 to 64 tokens"));
+    assert_non_null(strstr(err.message, "supports 1 to 64 tokens"));
     assert_non_null(strstr(err.message, note));
     for (o.context_length = 60; o.context_length <= 64; o.context_length += 4) {
         int32_t ids[65] = {0};
@@ -1067,16 +1122,16 @@ static void test_incomplete_folders(void **state) {
         "version https://git-lfs.github.com/spec/v1\noid "
         "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 9\n";
     static const char lfs[] =
-        "what git without LFS brings in place of a large one; get the file itself (git lfs pull)";
+        "a Git LFS pointer, not the file itself; get the file (git lfs pull)";
     char path[400];
     (void)state;
     copy_model("llama");
     check_file_refused("model-00001-of-00002.safetensors",
-                 "a safetensors file is only a part of a model; give the folder that it lies in");
+                 "a safetensors file is only a part of a model; give its folder");
     check_file_refused("config.json",
-                 "this file is only a part of a model; give the folder that it lies in");
+                 "this file is only a part of a model; give its folder");
     check_file_refused("model.safetensors.index.json",
-                 "this file is only a part of a model; give the folder that it lies in");
+                 "this file is only a part of a model; give its folder");
     write_file("tokenizer.json", pointer, sizeof pointer - 1);
     check_refused("a pointer instead of a tokenizer.json", lfs);
     check_file_refused("tokenizer.json", lfs);
@@ -1100,8 +1155,8 @@ static void test_incomplete_folders(void **state) {
                   "has no quantization_config, which says how");
     write_file("quantize_config.json", "{\"bits\": 4}", 11);
     check_refused("only a quantize_config.json",
-            "it is quantized, but config.json has no quantization_config: copy that of "
-            "quantize_config.json to it");
+            "it is quantized, but config.json has no quantization_config: copy it from "
+            "quantize_config.json");
     copy_model("gptq_g32");
     replace("model.safetensors", "lm_head.weight", "lm_head.qweight");
     check_refused("a quantized output",

@@ -19,7 +19,17 @@
 
 static const char *const plain[] = {"llama",      "llama_mha",    "llama31",        "llama_linear",
                                     "llama_bias", "mistral",      "mistral_window", "qwen2",
-                                    "qwen2_yarn", "qwen2_window", "qwen3",          "qwen3_yarn"};
+                                    "qwen2_yarn", "qwen2_window", "qwen3",          "qwen3_yarn",
+                                    "granite",    "granite_bias", "olmo2",          "olmo2_mha",
+                                    "olmo3",      "olmo3_yarn",   "smollm3",        "smollm3_list",
+                                    "phi3",       "phi3_partial", "phi3_long",      "phi3_short",
+                                    "gemma2",     "gemma3",       "gemma3_linear",
+                                    "mixtral",    "mixtral_tied", "qwen2moe",       "qwen2moe_norm",
+                                    "qwen3moe",   "qwen3moe_step", "olmoe",         "olmoe_norm",
+                                    "bloom",      "bloom_heads",  "mpt",
+                                    "mpt_heads",  "gptneox",      "gptneox_serial",
+                                    "stablelm",   "starcoder2",   "stablelm_parallel",
+                                    "phi2",       "starcoder2_plain"};
 /* groups of 32 and of 128, with and without zero points; GPTQ with and without act-order; version 2
  * of GPTQ's format */
 static const char *const int4[] = {
@@ -174,6 +184,8 @@ static void test_int4(void **state) {
         snprintf(path, sizeof path, "tests/data/models/%s", int4[i]);
         check_logits(int4[i], path, true);
     }
+    /* experts, each with its own integers */
+    check_logits("gptq_experts", "tests/data/models/gptq_experts", true);
 }
 
 /* The unpacked values of a 4-bit matrix are exactly those of the golden file. */
@@ -354,7 +366,7 @@ static void test_mismatched_parts(void **state) {
          "llama.block_count is 1, but there are more layers, with the tensor blk.1."},
         {"llama.block_count", TYPE, 1u << 30, "1073741824 layers, but only 21 tensors"},
         {"llama.attention.head_count", TYPE, 0, "head_count"},
-        {"llama.attention.head_count", TYPE, 3, "a head of 5"},
+        {"llama.attention.head_count", TYPE, 3, "at most a head's 5"},
         {"llama.attention.head_count_kv", TYPE, 1u << 31, "head_count_kv"},
         {"llama.embedding_length", TYPE, 0, "embedding_length"},
         {"llama.embedding_length", TYPE, 1u << 31, "embedding_length"},

@@ -136,6 +136,7 @@ static void random_request(workload *w, tracked_request *j, const int32_t *base,
     int depth = chance(w, 35) ? 0 : chance(w, 25) ? LLM_SPECULATE_AUTO : 1 + pick(w, 8);
     bool hook = depth == 0 && chance(w, 50);
     r->speculate = depth;
+    r->branches = depth ? pick(w, 5) : 0;
     r->lookup = depth && (!w->options.draft || chance(w, 40));
     r->logits_hook = hook ? record_hook : NULL;
 }
@@ -581,6 +582,7 @@ static void mixed_requests(llm_engine *engine, bool speculate) {
         r.stop = stops;
         r.n_stop = i % 3;
         r.speculate = speculate ? i % 5 - 1 : 0;
+        r.branches = i % 4;
         r.lookup = i % 4 == 0;
         submit(engine, r);
     }
@@ -632,6 +634,7 @@ static void test_rejected_blocks_are_released(void **state) {
         for (int i = 0; i < 4; i++) {
             llm_request r = plain_request(ids(prompt, 8, (uint64_t)i), 8, 30);
             r.speculate = 3 + i;
+            r.branches = i;
             r.lookup = lookup;
             submit(engine, r);
         }

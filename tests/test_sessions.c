@@ -22,6 +22,7 @@ enum { N_REQUESTS = 8, MAX_PROMPT = 48 };
 
 static llm_request some_request(int i, int32_t *prompt) {
     static const char *const stops[] = {"qq", "\x7f", "never found", "e"};
+    static const llm_logit_bias biases[] = {{9, 1.5f}, {100, -2}};
     llm_request r = llm_request_defaults();
     r.n_prompt = 5 + 6 * i;
     for (int k = 0; k < r.n_prompt; k++) /* the prompts share a prefix */
@@ -33,6 +34,12 @@ static llm_request some_request(int i, int32_t *prompt) {
     r.sampling.temperature = i % 2 || i == 4 ? 0.9f : 0;
     r.sampling.top_p = 0.95f;
     r.sampling.repetition_penalty = i == 6 ? 1.3f : 1;
+    if (i == 5) {
+        r.sampling.bias = biases;
+        r.sampling.n_bias = 2;
+        r.sampling.frequency_penalty = 0.3f;
+        r.sampling.presence_penalty = 0.2f;
+    }
     r.sampling.seed = (uint64_t)i;
     r.stop = stops;
     r.n_stop = i % 5;
@@ -45,6 +52,7 @@ static llm_request some_request(int i, int32_t *prompt) {
 static llm_request speculative(int i, int32_t *prompt) {
     llm_request r = some_request(i, prompt);
     r.speculate = r.logits_hook ? 0 : i == 5 ? LLM_SPECULATE_AUTO : i % 4;
+    r.branches = i % 3 + 1;
     r.lookup = i == 3;
     return r;
 }
@@ -458,8 +466,8 @@ static void test_refused(void **state) {
     }
     llm_engine *engine = engine_new(target, &o);
     refuse(engine, NULL, size, LLM_ERROR_ARGUMENT, "NULL");
-    refuse(engine, "llm 1", 5, LLM_ERROR_FORMAT, "no session");
-    refuse(engine, session, 0, LLM_ERROR_FORMAT, "no session");
+    refuse(engine, "llm 1", 5, LLM_ERROR_FORMAT, "not a session");
+    refuse(engine, session, 0, LLM_ERROR_FORMAT, "not a session");
     assert_false(llm_session_restore(NULL, session, size, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_false(llm_session_restore(engine, session, size - 1, NULL, NULL, NULL));
@@ -591,7 +599,7 @@ static void test_ended(void **state) {
     char *session = (char *)some_session(&o, 0, &size, NULL);
     llm_engine *engine = engine_new(target, &o);
     int finish, length = LLM_FINISH_LENGTH;
-    size_t at = sizeof(llm__session_head) + sizeof(llm_sampling) + (7 + 5) * sizeof(int);
+    size_t at = sizeof(llm__session_head) + sizeof(llm_sampling) + (9 + 5) * sizeof(int);
     memcpy(&finish, session + at, sizeof finish);
     assert_int_equal(finish, LLM_FINISH_NONE);
     memcpy(session + at, &length, sizeof length);

@@ -65,26 +65,52 @@ static void test_chi_squared(void **state) {
 
 enum { SMALL = 10, DRAWS = 100000 };
 
-typedef enum rule { RIGHT, ACCEPTS_BY_P, CORRECTS_FROM_P, ACCEPTS_ALL } rule;
+typedef enum rule {
+    RIGHT,
+    ACCEPTS_BY_P,
+    CORRECTS_FROM_P,
+    ACCEPTS_ALL,
+    FORGETS_WHAT_IS_LEFT, /* tests later branches against the whole target */
+    KEEPS_REJECTED        /* tests them as if drawn from the whole draft */
+} rule;
 
-/* Draw one token: a guess from q (NULL: always `fixed`), accepted or corrected. */
-static int32_t draw(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed,
+/* Draw one token: up to `branches` guesses from q, without replacement, accepted or corrected. */
+static int32_t draw(rule r, const float *target, const float *draft, int branches, uint64_t seed,
                     uint64_t index) {
-    double u = llm_random(seed, 2, index), v = llm_random(seed, 3, index);
-    int32_t guess = q ? llm__draw_residual(q, NULL, SMALL, -1, llm_random(seed, 1, index)) : fixed;
-    double pg = (double)p[guess], qg = q ? (double)q[guess] : 1;
-    if (q && qg == 0) fail_msg("the draft drew a token of probability 0");
-    bool accepted = r == ACCEPTS_BY_P ? u < pg : r == ACCEPTS_ALL ? pg > 0 : llm__accept(pg, qg, u);
-    if (accepted) return guess;
-    return r == CORRECTS_FROM_P ? llm__draw_residual(p, NULL, SMALL, -1, v)
-                                : llm__draw_residual(p, q, SMALL, guess, v);
+    float p[SMALL], q[SMALL];
+    int32_t guess = -1, guesses[8];
+    memcpy(p, target, sizeof p);
+    memcpy(q, draft, sizeof q);
+    for (int k = 0; k < branches; k++) {
+        float left[SMALL];
+        memcpy(left, q, sizeof left);
+        for (int j = 0; j < k; j++) left[guesses[j]] = 0;
+        uint64_t lane = 4 * (uint64_t)k;
+        int32_t next = llm__draw_residual(left, NULL, SMALL, -1, llm_random(seed, 1 + lane, index));
+        if (next < 0) break;
+        float old_p[SMALL], old_q[SMALL];
+        memcpy(old_p, p, sizeof p);
+        memcpy(old_q, q, sizeof q);
+        if (k > 0) llm__reject(p, q, SMALL, guess);
+        if (r == FORGETS_WHAT_IS_LEFT) memcpy(p, old_p, sizeof p);
+        if (r == KEEPS_REJECTED) memcpy(q, old_q, sizeof q);
+        guesses[k] = guess = next;
+        double u = llm_random(seed, 2 + lane, index), pg = (double)p[guess], qg = (double)q[guess];
+        if (qg == 0) fail_msg("the draft drew a token of probability 0");
+        if (r == ACCEPTS_BY_P   ? u < pg
+            : r == ACCEPTS_ALL ? pg > 0
+                               : llm__accept(pg, qg, u))
+            return guess;
+    }
+    double v = llm_random(seed, 3, index);
+    return llm__draw_residual(p, r == CORRECTS_FROM_P ? NULL : q, SMALL, guess, v);
 }
 
-static double distance(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed) {
+static double distance(rule r, const float *p, const float *q, int branches, uint64_t seed) {
     long counts[SMALL] = {0};
     double expected[SMALL];
     for (int i = 0; i < SMALL; i++) expected[i] = (double)p[i];
-    for (uint64_t i = 0; i < DRAWS; i++) counts[draw(r, p, q, fixed, seed, i)]++;
+    for (uint64_t i = 0; i < DRAWS; i++) counts[draw(r, p, q, branches, seed, i)]++;
     return chi_squared(counts, expected, SMALL);
 }
 
@@ -103,25 +129,23 @@ static void random_distribution(float *p, uint64_t seed, uint64_t stream) {
 static void test_rule(void **state) {
     (void)state;
     float p[SMALL], q[SMALL];
-    int caught[4] = {0}, n = 0;
+    int caught[KEEPS_REJECTED + 1] = {0}, n = 0;
     for (uint64_t seed = 1; seed <= 12; seed++, n++) {
         random_distribution(p, seed, 10);
         random_distribution(q, seed, 11);
-        double d = distance(RIGHT, p, q, 0, seed);
-        if (d > FAR)
-            fail_msg("seed %d: %.1f standard deviations from the target's distribution", (int)seed,
-                     d);
-        /* prompt lookup: the guess has probability 1 */
-        d = distance(RIGHT, p, NULL, (int32_t)(seed % SMALL), seed);
-        if (d > FAR)
-            fail_msg("seed %d: with lookup %.1f standard deviations from the target's distribution",
-                     (int)seed, d);
-        for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++)
-            caught[wrong] += distance((rule)wrong, p, q, 0, seed) > FAR;
+        for (int branches = 1; branches <= 4; branches++) {
+            double d = distance(RIGHT, p, q, branches, seed);
+            if (d > FAR)
+                fail_msg("seed %d, %d branches: %.1f standard deviations from the target's "
+                         "distribution",
+                         (int)seed, branches, d);
+        }
+        for (int wrong = ACCEPTS_BY_P; wrong <= KEEPS_REJECTED; wrong++)
+            caught[wrong] += distance((rule)wrong, p, q, wrong <= ACCEPTS_ALL ? 1 : 3, seed) > FAR;
     }
-    /* the test detects every wrong rule */
-    for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++)
-        assert_int_equal(caught[wrong], n);
+    /* the test detects every wrong rule (the last one for all drafts but one) */
+    for (int wrong = ACCEPTS_BY_P; wrong <= KEEPS_REJECTED; wrong++)
+        assert_in_range(caught[wrong], wrong < KEEPS_REJECTED ? n : n - 1, n);
 }
 
 /* If draft and target agree, every guess is accepted. If they have no token in common, none is, and
@@ -137,9 +161,9 @@ static void test_rule_extremes(void **state) {
     }
     assert_true(llm__accept(1e-9, 1, 0));
     assert_false(llm__accept(0, 1, 0));
-    assert_true(distance(RIGHT, p, q, 0, 5) < FAR);
-    assert_true(distance(RIGHT, p, p, 0, 6) < FAR);
-    assert_true(distance(RIGHT, p, NULL, 9, 7) < FAR); /* a guess of probability 0 */
+    assert_true(distance(RIGHT, p, q, 1, 5) < FAR);
+    assert_true(distance(RIGHT, p, q, 3, 5) < FAR); /* the draft has only two tokens to draw */
+    assert_true(distance(RIGHT, p, p, 1, 6) < FAR);
     /* rounding may leave the point past the end: draw the last possible token, not the last
      * token */
     assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 1), 2);
@@ -210,6 +234,7 @@ static llm_statistics run_prompts(const llm_model *target, const llm_model *draf
     for (int i = 0; i < N_PROMPTS; i++) {
         llm_request r = prompt_request(i, llm_model_config(target)->vocab_size, ids);
         r.speculate = depth_of(i, kind);
+        r.branches = i % 7 < 4 ? 0 : i % 7 - 2; /* 2 to 4 */
         r.lookup = kind == 2;
         r.sampling.temperature = temperature;
         out[i] = record_new(target);
@@ -379,7 +404,7 @@ static void test_draft_vocabulary_width(void **state) {
         s.options = &o;
         s.batch.n_logits = ROWS;
         s.batch_sequences = sequences;
-        s.row_sequence = zeros;
+        s.row_sequence = s.seq_first = zeros;
         s.positions = s.logit_rows = numbers;
         assert_true(llm__sampler_init(&sampler, VOCAB, ROWS, &err));
         assert_int_equal(llm__fetch(&sampler, &s, &net, 0, host, &err), ROWS);
@@ -553,6 +578,67 @@ static void test_steps(void **state) {
     tiny_model_free(&same);
 }
 
+/* A greedy request with two branches, step by step: the draft's chain of half the proposals, and
+ * then, for each position, the other of its two likeliest tokens. The draft's cache must follow the
+ * branch that is accepted, or its next proposals are others. */
+static void test_tree_steps(void **state) {
+    enum { DEPTH = 6 };
+    (void)state;
+    tiny t = tiny_defaults(), d = t;
+    d.noise = 0.3f;
+    tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
+    llm_engine_options plain = llm_engine_defaults(), o;
+    plain.n_threads = 1;
+    o = plain;
+    o.draft = draft.model;
+    llm_engine *alone = engine_new(target.model, &plain), *engine = engine_new(target.model, &o),
+               *drafts = engine_new(draft.model, &plain);
+    int32_t text[STEP_CONTEXT];
+    int n_second = 0;
+    llm_error err;
+    llm_event event;
+    for (int i = 0; i < STEP_PROMPT; i++)
+        text[i] = (int32_t)(llm_random(8, 7, (uint64_t)i) * t.vocab);
+    greedy_text(alone, text, STEP_PROMPT, STEP_TOKENS, text + STEP_PROMPT);
+    llm_request r = llm_request_defaults(), ask = r;
+    r.prompt = ask.prompt = text;
+    r.n_prompt = STEP_PROMPT;
+    r.max_tokens = STEP_TOKENS;
+    r.ignore_end = ask.ignore_end = true;
+    r.speculate = DEPTH;
+    r.branches = ask.top_logprobs = 2;
+    if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+    for (int n = STEP_PROMPT; n < STEP_CONTEXT;) {
+        int most = (int)llm__min(STEP_CONTEXT - n - 1, DEPTH), chain = (most + 1) / 2, right = 0;
+        bool main = n > STEP_PROMPT && most > 0, second = false;
+        ask.n_prompt = n;
+        ask.max_tokens = chain;
+        if (main && !llm_submit(drafts, &ask, NULL, &err)) fail_msg("%s", err.message);
+        while (main && llm_step(drafts, &err) > 0)
+            while (llm_next_event(drafts, &event)) {
+                int i = event.index;
+                int32_t other = event.top[event.top[0].token == event.token].token;
+                if (i != right || second) continue;
+                second = event.token != text[n + i] && other == text[n + i] && i < most - chain;
+                right += event.token == text[n + i] || second;
+            }
+        n_second += second && chain > 1;
+        assert_int_equal(llm_step(engine, &err), 1);
+        for (int i = 0; i <= right; i++, n++) {
+            assert_true(llm_next_event(engine, &event));
+            assert_int_equal(event.token, text[n]);
+            assert_int_equal(event.accepted, i < right);
+        }
+        assert_false(llm_next_event(engine, &event));
+    }
+    assert_true(n_second > 3);
+    llm_engine_free(alone);
+    llm_engine_free(drafts);
+    llm_engine_free(engine);
+    tiny_model_free(&target);
+    tiny_model_free(&draft);
+}
+
 /* ---- Sampled: the same distribution ---------------------------------------------------------- */
 
 /* A target and a draft whose logits are the same after every token. So the tokens are independent
@@ -593,7 +679,7 @@ static void distribution_after(llm_engine *engine, const llm_sampling *p, const 
     if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
     while (llm_step(engine, &err) > 0) {}
     assert_true(llm__sampler_init(&sampler, vocab, 1, &err));
-    llm__distribution(&sampler, p, logits, ids, n, out);
+    llm__distribution(&sampler, p, logits, (llm__past){ids, n, n}, out);
     llm__sampler_free(&sampler);
     free(logits);
 }
@@ -628,7 +714,9 @@ static void test_sampled_distribution(void **state) {
         for (int k = 0; k < VOCAB; k++) pairs[i * VOCAB + k] = (double)p[i] * (double)p[k];
     }
     assert_true(a > 0.4 && a < 0.95);
-    for (int depth = 1; depth <= 8; depth += depth < 4 ? 1 : 4) { /* 1 2 3 4 8 */
+    for (int i = 0; i < 7; i++) {
+        static const int depths[] = {1, 2, 3, 4, 8, 4, 2}, widths[] = {1, 1, 1, 1, 1, 2, 3};
+        int depth = depths[i], branches = widths[i];
         static long counts[VOCAB], pair_counts[VOCAB * VOCAB];
         memset(counts, 0, sizeof counts);
         memset(pair_counts, 0, sizeof pair_counts);
@@ -642,15 +730,16 @@ static void test_sampled_distribution(void **state) {
         static int32_t last[REQUESTS + 1];
         /* 10^5 draws for depth 3 (2 x 10^4 in a short run), 2 x 10^4 for the others */
         int requests = depth == 3 ? repeats(REQUESTS, REQUESTS / 5) : REQUESTS / 5;
-        for (int i = 0; i < requests; i++) {
+        for (int k = 0; k < requests; k++) {
             llm_request r = llm_request_defaults();
             r.prompt = &first;
             r.n_prompt = 1;
             r.max_tokens = TOKENS;
             r.ignore_end = true;
             r.sampling = sampling;
-            r.sampling.seed = (uint64_t)(i + 1000 * depth);
-            r.speculate = depth;
+            r.sampling.seed = (uint64_t)(k + 1000 * (depth + branches - 1));
+            r.speculate = depth * branches;
+            r.branches = branches;
             if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
         }
         int more;
@@ -674,20 +763,22 @@ static void test_sampled_distribution(void **state) {
         uint64_t firsts = (uint64_t)requests;
         double in_a_step =
             (double)(s.generated_tokens - firsts) / (double)(s.decode_steps - firsts);
-        print_message("K = %d: %ld tokens, %.1f and %.1f standard deviations; %.3f accepted (%.3f "
-                      "expected), %.3f tokens per step (%.3f)\n",
-                      depth, (long)s.generated_tokens, d, e, rate, a, in_a_step, formula);
+        print_message("K = %d x %d: %ld tokens, %.1f and %.1f standard deviations; %.3f accepted "
+                      "(%.3f expected), %.3f tokens per step (%.3f)\n",
+                      depth, branches, (long)s.generated_tokens, d, e, rate, a, in_a_step, formula);
         assert_int_equal(s.generated_tokens, requests * TOKENS);
         if (d > FAR || e > FAR)
             fail_msg("depth %d: %.1f and %.1f standard deviations from the target's distribution",
                      depth, d, e);
-        for (int k = 0; k < depth; k++) {
+        if (branches > 1) /* at the chain's end, branches matter less */
+            assert_true(rate > a + 0.05 && in_a_step > formula * 1.05);
+        for (int k = 0; k < depth && branches == 1; k++) {
             double n = (double)s.proposed_at[k], at = (double)s.accepted_at[k] / n;
             /* the acceptance rate is the same at each position */
             assert_true(n > 0 && fabs(at - a) < 4.5 * sqrt(a * (1 - a) / n));
         }
         /* the last step of a request may have fewer proposals */
-        assert_true(fabs(in_a_step / formula - 1) < 0.03);
+        if (branches == 1) assert_true(fabs(in_a_step / formula - 1) < 0.03);
         llm_engine_free(engine);
     }
     tiny_model_free(&target);
@@ -697,7 +788,7 @@ static void test_sampled_distribution(void **state) {
 /* A model whose logits depend on the text: many short texts, against the exact probabilities of all
  * pairs of the first two tokens, and of the third. The first token comes from the prompt, the
  * others from proposals. */
-static void check_texts(bool lookup, llm_sampling sampling) {
+static void check_texts(bool lookup, int branches, llm_sampling sampling) {
     enum { VOCAB = 8, TEXTS = 20000, N_PROMPT = 5 };
     /* ends with a token that occurs before, for lookup */
     static const int32_t prompt[N_PROMPT] = {1, 3, 4, 5, 3};
@@ -745,7 +836,8 @@ static void check_texts(bool lookup, llm_sampling sampling) {
         r.ignore_end = true;
         r.sampling = sampling;
         r.sampling.seed = (uint64_t)i;
-        r.speculate = 2;
+        r.speculate = branches > 1 ? 5 : 2;
+        r.branches = branches;
         r.lookup = lookup;
         r.user = out[i];
         if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
@@ -766,8 +858,9 @@ static void check_texts(bool lookup, llm_sampling sampling) {
     assert_true(s.accepted > TEXTS / 40 && s.proposed - s.accepted > TEXTS / 10);
     double a = chi_squared(two_counts, two, VOCAB * VOCAB),
            b = chi_squared(third_counts, third, VOCAB);
-    print_message("%s: %.1f and %.1f standard deviations, %.2f accepted\n",
-                  lookup ? "lookup" : "draft", a, b, (double)s.accepted / (double)s.proposed);
+    print_message("%s, %d branches: %.1f and %.1f standard deviations, %.2f accepted\n",
+                  lookup ? "lookup" : "draft", branches, a, b,
+                  (double)s.accepted / (double)s.proposed);
     if (a > FAR || b > FAR)
         fail_msg("%.1f and %.1f standard deviations from the target's distribution", a, b);
     llm_engine_free(engine);
@@ -785,10 +878,11 @@ static void test_sampled_texts(void **state) {
     shaped.top_p = 0.9f;
     shaped.repetition_penalty = 1.3f;
     shaped.penalty_window = 4;
-    for (int lookup = 0; lookup < 2; lookup++) {
-        check_texts(lookup, plain);
-        check_texts(lookup, shaped);
-    }
+    for (int lookup = 0; lookup < 2; lookup++)
+        for (int branches = 1; branches <= 3; branches += 2) {
+            check_texts(lookup, branches, plain);
+            check_texts(lookup, branches, shaped);
+        }
 }
 
 /* ---- The number of proposals ----------------------------------------------------------------- */
@@ -847,32 +941,58 @@ static void test_auto_depth(void **state) {
 }
 
 /* Lookup proposes the tokens that followed an earlier occurrence of the last tokens: the longest
- * match first, then the latest. */
+ * match first, then the latest. Several matches share their beginnings. */
 static void test_lookup_proposals(void **state) {
-    static const struct { const char *text; int depth; const char *proposed;
-    } cases[] = {{"abcdXabc", 3, "dXa"}, {"abcdabceabc", 2, "ea"}, {"aXbXcX", 1, "c"},
-                 {"abcdefgh", 4, ""},    {"aaaa", 8, "a"},         {"a", 4, ""},
-                 {"aa", 4, "a"},         {"abab", 8, "ab"},        {"xyzabcQyzabcRabc", 1, "R"},
-                 {"abcdXabc", 0, ""}};
+    static const struct {
+        const char *text;
+        int depth;
+        const char *proposed;
+        int branches;
+        const char *parents; /* NULL: a chain */
+    } cases[] = {{"abcdXabc", 3, "dXa", 0, NULL},
+                 {"abcdabceabc", 2, "ea", 0, NULL},
+                 {"aXbXcX", 1, "c", 0, NULL},
+                 {"abcdefgh", 4, "", 0, NULL},
+                 {"aaaa", 8, "a", 0, NULL},
+                 {"a", 4, "", 0, NULL},
+                 {"aa", 4, "a", 0, NULL},
+                 {"abab", 8, "ab", 0, NULL},
+                 {"xyzabcQyzabcRabc", 1, "R", 0, NULL},
+                 {"abcdXabc", 0, "", 0, NULL},
+                 {"abcPabcQabcRabc", 4, "RaQa", 2, "0103"},
+                 {"abcPabcQabcRabc", 3, "RQP", 3, "000"},
+                 {"abcPabcQabcRabc", 5, "RaQaP", 3, "01030"},
+                 {"abcRxabcRyabc", 6, "Ryaxab", 2, "012145"},
+                 {"abcRxabcRxabc", 6, "RxabcR", 2, NULL},
+                 {"bPcbQabcRbc", 3, "Rbb", 8, "010"}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        int32_t tokens[64];
+        int32_t tokens[64], parents[64];
         llm__sequence sequence;
+        llm__request request;
         memset(&sequence, 0, sizeof sequence);
+        memset(&request, 0, sizeof request);
+        request.branches = cases[i].branches;
+        sequence.request = &request;
         sequence.tokens = tokens;
+        sequence.parents = parents;
         sequence.n_tokens = (int)strlen(cases[i].text);
         sequence.depth = cases[i].depth;
         for (int k = 0; k < sequence.n_tokens; k++) tokens[k] = cases[i].text[k];
         llm__propose_lookup(&sequence);
         assert_int_equal(sequence.n_proposed, strlen(cases[i].proposed));
-        for (int k = 0; k < sequence.n_proposed; k++)
+        for (int k = 0; k < sequence.n_proposed; k++) {
             assert_int_equal(tokens[sequence.n_tokens + k], cases[i].proposed[k]);
+            assert_int_equal(parents[k], cases[i].parents ? cases[i].parents[k] - '0' : k);
+        }
+        assert_int_equal(sequence.branched, cases[i].parents != NULL);
     }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_steps),
+        cmocka_unit_test(test_tree_steps),
         cmocka_unit_test(test_chi_squared),
         cmocka_unit_test(test_rule),
         cmocka_unit_test(test_rule_extremes),

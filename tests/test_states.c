@@ -717,6 +717,7 @@ static void random_request(world *w, request *r) {
         o->speculate = chance(w, 25) && !w->exact ? LLM_SPECULATE_AUTO : 1 + pick(w, DEPTH);
         o->lookup = !w->options.draft || (w->device->draft_differs && chance(w, 30));
         if (w->exact || chance(w, 70)) o->sampling.temperature = 0;
+        if (!w->exact && chance(w, 50)) o->branches = 2 + pick(w, 3);
     } else if (chance(w, 15)) {
         o->logits_hook = on_logits;
     }

@@ -536,7 +536,7 @@ static void test_yarn_frequencies(void **state) {
         memset(&net, 0, sizeof net);
         net.model = model;
         net.backend = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err);
-        assert_true(llm__load_frequencies(&net, &err));
+        assert_true(llm__load_frequencies(&net, 0, false, &err));
         double expected[128], magnitude;
         oracle_frequencies(&s, &w, expected, &magnitude);
         check_frequencies(cases[i].name, (const float *)net.frequencies.data, expected,
@@ -579,7 +579,8 @@ static void check_folder_rope(const char *config, int head_dim, const double *ex
     assert_non_null(file);
     memset(&f, 0, sizeof f), memset(&model, 0, sizeof model), memset(&m, 0, sizeof m);
     f.tensors = (llm_tensor *)calloc(1, sizeof *f.tensors); /* for the divisors */
-    f.in.path = "a folder", f.in.err = &err, f.head_dim = head_dim, f.file = file;
+    f.head_dim = head_dim, f.file = file, f.architecture = llm__architecture_at(0);
+    file->error = &err;
     m.architecture = "llama";
     if (!llm_json_parse(&f.config, config, strlen(config), "config.json", &err))
         fail_msg("%s", err.message);
@@ -589,7 +590,7 @@ static void check_folder_rope(const char *config, int head_dim, const double *ex
     model.file = file;
     strcpy(c->architecture, "llama");
     c->rope_dim = head_dim;
-    llm__loader l = {&model, {"a folder", &err}, NULL};
+    llm__loader l = {&model, file, NULL, ""};
     assert_true(llm__model_int(&l, "context_length", 0, &c->context_length));
     assert_true(llm__model_float(&l, "rope.freq_base", 1, &c->rope_base));
     assert_true(llm__model_scaling(&l));

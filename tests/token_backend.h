@@ -190,8 +190,16 @@ static void token_forget(void *context, llm_program *program) {
     (void)program;
 }
 
-/* Check where the batch writes its tokens: each goes to the slot that its position and block table
- * give, and no slot is written twice. */
+/* The token that token n of the sequence from `first` on follows; -1: none of the batch. A tree
+ * lists the parents of all tokens but the first. */
+static int token_parent(const llm_batch *b, int first, int n) {
+    bool tree = b->parents && n > first && b->parents[first + 1] >= 0;
+    if (b->parents && !tree) assert_int_equal(b->parents[n], -1);
+    return n == first ? -1 : tree ? b->parents[n] : n - 1;
+}
+
+/* Check where the batch writes its tokens: each goes to the slot that its place in the sequence and
+ * the block table give, and no slot is written twice. */
 static void token_check(token_device *d, const llm_cache *cache, const llm_batch *b) {
     int n = 0;
     assert_in_range(b->n_tokens, 1, d->max_tokens);
@@ -199,10 +207,13 @@ static void token_check(token_device *d, const llm_cache *cache, const llm_batch
         const int32_t *table = b->block_tables + s * b->table_stride;
         assert_int_equal(b->seq_first[s], n);
         for (int end = n + b->seq_count[s]; n < end; n++) {
-            int p = b->positions[n], slot = b->slots[n];
-            assert_int_equal(p, b->positions[b->seq_first[s]] + n - b->seq_first[s]);
-            assert_in_range(p / b->block_size, 0, b->table_stride - 1);
-            assert_int_equal(slot, table[p / b->block_size] * b->block_size + p % b->block_size);
+            int first = b->seq_first[s], parent = token_parent(b, first, n);
+            int place = b->positions[first] + n - first, slot = b->slots[n];
+            assert_true(n == first ? parent == -1 : parent >= first && parent < n);
+            if (n > first) assert_int_equal(b->positions[n], b->positions[parent] + 1);
+            assert_in_range(place / b->block_size, 0, b->table_stride - 1);
+            assert_int_equal(slot, table[place / b->block_size] * b->block_size +
+                                       place % b->block_size);
             assert_in_range(slot, 0, cache->n_blocks * b->block_size - 1);
             if (d->written_in[slot] == d->n_passes)
                 fail_msg("device %llu: two tokens of a batch have the same slot", (ull)d->seed);
@@ -245,6 +256,8 @@ static void token_body(token_device *d, const llm_cache *cache, const llm_batch 
         uint64_t hash = token_read(d, cache, b->block_tables + s * b->table_stride,
                                    b->positions[first]);
         for (int t = first; t < first + b->seq_count[s]; t++) {
+            int parent = token_parent(b, first, t);
+            if (parent >= 0) hash = d->hashes[parent];
             d->hashes[t] = hash = text_hash(hash, b->tokens[t]);
             d->last[t] = b->tokens[t];
             if (t >= n_written) continue;
@@ -314,6 +327,18 @@ static void token_copy_blocks(void *context, const llm_cache *cache, const int32
     if (cache == d->programs[0]->cache) d->n_copies += n;
 }
 
+/* Copies all slots, or only some if the call fails. */
+static void token_copy_slots(void *context, const llm_cache *cache, const int32_t *from,
+                             const int32_t *to, int n) {
+    token_device *d = (token_device *)context;
+    uint64_t *keys = (uint64_t *)cache->keys, *values = (uint64_t *)cache->values;
+    bool fails = d->copies_fail || token_fails(d, CALL_COPY);
+    int done = fails ? token_pick(d, n + 1) : n;
+    for (int i = 0; i < done; i++) keys[to[i]] = keys[from[i]], values[to[i]] = values[from[i]];
+    d->copies_fail = fails;
+    d->n_copies += n;
+}
+
 static bool token_sample(void *context, float *logits, int vocab_size, const llm_draw *draws, int n,
                          int32_t *ids, float *logprobs, llm_error *err) {
     token_device *d = (token_device *)context;
@@ -329,6 +354,8 @@ static bool token_sample(void *context, float *logits, int vocab_size, const llm
         while (row[id] < 0 || wanted-- > 0) id++;
         ids[i] = id;
         logprobs[i] = -1.3862944f; /* ln(1/4) */
+        if (draws[i].n_top)
+            llm__top_logprobs(row, vocab_size, draws[i].n_top, draws[i].top);
     }
     return true;
 }
@@ -367,6 +394,7 @@ static token_device *token_device_new(bool samples, uint64_t seed) {
     b->run = token_run;
     b->sync = token_sync;
     b->copy_blocks = token_copy_blocks;
+    b->copy_slots = token_copy_slots;
     if (samples) b->sample = token_sample;
     return d;
 }

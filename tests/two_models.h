@@ -1,5 +1,5 @@
-/* The two small models with which several tests run an engine, a target and its draft, and the setup
- * and teardown of a test group that load and free them. Include it after engine_util.h. */
+/* Two small models, a target and its draft, for several tests, and the setup and teardown of a test
+ * group that load and free them. Include it after engine_util.h. */
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
 #define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
 

@@ -1,6 +1,7 @@
 /* batch.c - several requests at once: they share the steps of one engine, and each event
  * names its request.
- *     cc -O2 -fopenmp -I. docs/examples/batch.c -o batch -lm && ./batch models/tales-q4_0.gguf "A king" "A fox" "A mill" */
+ *     cc -O2 -fopenmp -I. docs/examples/batch.c -o batch -lm
+ *     ./batch models/tales-q4_0.gguf "A king" "A fox" "A mill" */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include <stdio.h>
@@ -13,7 +14,8 @@ typedef struct answer {
 } answer;
 
 int main(int argc, char **argv) {
-    static const char *const some[] = {"There was a king who", "There was a fox who", "There was a mill that"};
+    static const char *const some[] = {"There was a king who", "There was a fox who",
+                                       "There was a mill that"};
     int n = argc > 2 ? argc - 2 : 3, status = 1;
     llm_error err;
     llm_event event;
@@ -23,22 +25,25 @@ int main(int argc, char **argv) {
     bool good = engine && answers;
     for (int i = 0; good && i < n; i++) {
         llm_request request = llm_request_defaults();
-        request.max_tokens = 20 + 10 * (i % 3); /* one that ends makes room for one that waits */
+        request.max_tokens = 20 + 10 * (i % 3); /* a request that ends makes room */
         request.user = &answers[i];
         good = llm_submit_text(engine, argc > 2 ? argv[2 + i] : some[i], &request, NULL, &err);
     }
     while (good && (status = llm_step(engine, &err)) > 0)
         while (llm_next_event(engine, &event)) {
             answer *a = event.user;
-            size_t room = sizeof a->text - a->length, length = event.text_length < room ? event.text_length : room;
+            size_t room = sizeof a->text - a->length,
+                   length = event.text_length < room ? event.text_length : room;
             memcpy(a->text + a->length, event.text, length);
             a->length += length;
         }
     for (int i = 0; good && i < n; i++)
-        printf("[%d] %s%.*s\n", i + 1, argc > 2 ? argv[2 + i] : some[i], (int)answers[i].length, answers[i].text);
+        printf("[%d] %s%.*s\n", i + 1, argc > 2 ? argv[2 + i] : some[i],
+               (int)answers[i].length, answers[i].text);
     if (good) {
         llm_statistics s = llm_engine_statistics(engine);
-        printf("%llu tokens in %llu steps\n", (unsigned long long)s.generated_tokens, (unsigned long long)s.steps);
+        printf("%llu tokens in %llu steps\n", (unsigned long long)s.generated_tokens,
+               (unsigned long long)s.steps);
     }
     if (err.status != LLM_OK) fprintf(stderr, "%s\n", err.message);
     free(answers);

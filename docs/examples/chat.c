@@ -1,5 +1,6 @@
 /* chat.c - turn by turn: each line of standard input is added to the text so far, and answered.
- *     cc -O2 -fopenmp -I. docs/examples/chat.c -o chat -lm && echo "There was a fox" | ./chat models/tales-q4_0.gguf
+ *     cc -O2 -fopenmp -I. docs/examples/chat.c -o chat -lm
+ *     echo "There was a fox" | ./chat models/tales-q4_0.gguf
  * The whole conversation is submitted again each time; the prefix cache finds the blocks of the
  * earlier turns, so only new tokens are computed. (Models trained to converse need their own marks
  * around each turn: llm chat writes these.) */

@@ -1,5 +1,6 @@
 /* embed.c - the smallest program: continues a text, and prints it as it is generated.
- *     cc -O2 -fopenmp -I. docs/examples/embed.c -o embed -lm && ./embed models/tales-q4_0.gguf "Once upon a time" */
+ *     cc -O2 -fopenmp -I. docs/examples/embed.c -o embed -lm
+ *     ./embed models/tales-q4_0.gguf "Once upon a time" */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include <stdio.h>
@@ -11,7 +12,8 @@ int main(int argc, char **argv) {
     llm_engine *engine = model ? llm_engine_create(model, NULL, &err) : NULL;
     llm_request request = llm_request_defaults();
     request.max_tokens = 50;
-    if (engine && llm_submit_text(engine, argc > 2 ? argv[2] : "Once upon a time", &request, NULL, &err))
+    const char *prompt = argc > 2 ? argv[2] : "Once upon a time";
+    if (engine && llm_submit_text(engine, prompt, &request, NULL, &err))
         while (llm_step(engine, &err) > 0)
             while (llm_next_event(engine, &event)) fwrite(event.text, 1, event.text_length, stdout);
     if (err.status != LLM_OK) fprintf(stderr, "%s\n", err.message);

@@ -39,11 +39,16 @@ class Config(ctypes.Structure):
     c_name = "llm_config"
     _fields_ = [
         ("architecture", ctypes.c_char * 32), ("vocab_size", c_int), ("context_length", c_int),
-        ("n_layers", c_int), ("dim", c_int), ("hidden_dim", c_int), ("n_heads", c_int),
+        ("n_layers", c_int), ("dim", c_int), ("hidden_dim", c_int), ("n_experts", c_int),
+        ("n_experts_used", c_int), ("expert_dim", c_int), ("shared_dim", c_int),
+        ("norm_experts", c_bool), ("n_heads", c_int),
         ("n_kv_heads", c_int), ("head_dim", c_int), ("rope_dim", c_int), ("rope_base", c_float),
         ("rope_pairing", c_int), ("rope_scaling", c_int), ("rope_factor", c_float),
         ("rope_original_context", c_int), ("rope_beta_fast", c_float), ("rope_beta_slow", c_float),
-        ("rope_magnitude", c_float), ("norm_epsilon", c_float), ("window", c_int),
+        ("rope_magnitude", c_float), ("norm_epsilon", c_float), ("local_rope_base", c_float),
+        ("embedding_scale", c_float), ("residual_scale", c_float), ("attention_scale", c_float),
+        ("logit_scale", c_float), ("score_cap", c_float), ("logit_cap", c_float),
+        ("activation", c_int), ("alibi", c_float), ("parallel", c_bool), ("window", c_int),
         ("tied_output", c_bool)]
 
 
@@ -63,7 +68,9 @@ class Sampling(ctypes.Structure):
     c_name = "llm_sampling"
     _fields_ = [
         ("temperature", c_float), ("top_k", c_int), ("top_p", c_float), ("min_p", c_float),
-        ("repetition_penalty", c_float), ("penalty_window", c_int), ("seed", c_uint64)]
+        ("repetition_penalty", c_float), ("penalty_window", c_int),
+        ("presence_penalty", c_float), ("frequency_penalty", c_float), ("bias", c_void_p),
+        ("n_bias", c_int), ("seed", c_uint64)]
 
 
 class Request(ctypes.Structure):
@@ -72,7 +79,9 @@ class Request(ctypes.Structure):
         ("prompt", ctypes.POINTER(ctypes.c_int32)), ("n_prompt", c_int), ("max_tokens", c_int),
         ("n_samples", c_int), ("sampling", Sampling), ("embedding", c_bool),
         ("ignore_end", c_bool), ("stop", ctypes.POINTER(c_char_p)), ("n_stop", c_int),
-        ("priority", c_int), ("speculate", c_int), ("lookup", c_bool), ("logits_hook", c_void_p),
+        ("top_logprobs", c_int), ("priority", c_int), ("speculate", c_int), ("branches", c_int),
+        ("lookup", c_bool),
+        ("logits_hook", c_void_p),
         ("user", c_void_p)]
 
 
@@ -80,7 +89,8 @@ class Event(ctypes.Structure):
     c_name = "llm_event"
     _fields_ = [
         ("request", c_uint64), ("sample", c_int), ("user", c_void_p), ("token", ctypes.c_int32),
-        ("index", c_int), ("logprob", c_float), ("accepted", c_bool), ("text", c_void_p),
+        ("index", c_int), ("logprob", c_float), ("top", c_void_p),
+        ("n_top", c_int), ("accepted", c_bool), ("text", c_void_p),
         ("text_length", c_size_t), ("finish", c_int), ("error", c_char_p),
         ("last_hidden", ctypes.POINTER(c_float)), ("mean_hidden", ctypes.POINTER(c_float))]
 
