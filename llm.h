@@ -643,8 +643,9 @@ typedef struct llm_request { /* start from llm_request_defaults() */
                              * Needs a draft or lookup. Greedy output is the same as without
                              * speculation; sampled output has the same distribution, and with
                              * lookup it is the same, too. */
-    int branches;           /* most proposals for the same position, which make a tree; 0 and 1: one
-                             * (a chain). At most LLM_MOST_BRANCHES */
+    int branches;           /* most proposals for the same position, which make a tree; 1: a chain.
+                             * At most LLM_MOST_BRANCHES. 0 (default): 1, or with AUTO as many as
+                             * pay off */
     bool lookup;            /* without a draft: propose the tokens that followed an earlier
                              * occurrence of the latest ones */
     llm_logits_hook logits_hook; /* NULL: none */
@@ -1013,6 +1014,8 @@ struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's data; first argument of every function */
     bool keys_transposed;  /* whether it wants transposed keys: see llm_cache */
+    double balance;        /* about how many operations it does in the time in which it reads a byte
+                            * of weights; chooses the number of proposals. 0: 30 */
 
     /* -- memory -- */
     /* Allocate device memory, not cleared. `what` names it in errors. NULL on failure. */
@@ -1506,7 +1509,8 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_saved;       /* saved blocks: 0, or in PREEMPTED enough for n_cached tokens; their places
                         * in `swap` are in table.blocks, while table.n_blocks is 0 */
     int index;         /* index in llm__scheduler.sequences */
-    double acceptance; /* moving average of the share of proposals that are accepted */
+    double acceptance; /* moving average: how often a position's first proposal is accepted */
+    double rescue;     /* ... how often each further one is accepted, once the first is rejected */
     llm_stream stream; /* state of the conversion of its tokens to text */
     char *text;        /* text of its events since the last step began, then the text held back */
     size_t text_used;  /* bytes of `text` in events */
@@ -1519,6 +1523,7 @@ typedef struct llm__sequence { /* one sample of a request */
     /* The current step. All are 0 between steps, except `error`. */
     int n_scheduled;   /* known tokens in the batch: at most n_tokens - n_cached */
     int depth;         /* number of proposals wanted in this step, at most request->depth */
+    int width;         /* most of them for the same position */
     int n_proposed;    /* proposals made */
     bool branched;     /* they are a tree: not each one follows the one before */
     int row;           /* the row whose logits choose the next token */
@@ -1537,7 +1542,7 @@ struct llm__request { /* exists from llm_submit to the step after its end; one a
     llm_request params;       /* the request as submitted, with pointers into this allocation */
     int limit;                /* most tokens of a sequence, including the prompt */
     int depth;                /* most proposals per sequence and step */
-    int branches;             /* most of them for the same position; 0: no tree */
+    int branches;             /* most of them for the same position */
     int n_live;               /* samples that have not ended */
     bool admitted;            /* it has moved from llm__scheduler.waiting to `running` */
     bool forked;              /* the prompt is processed, and all samples have started */
@@ -1579,7 +1584,10 @@ typedef struct llm__scheduler {
                                       * sequence */
     int32_t *seq_first, *seq_count;  /* (max_sequences) each */
     int32_t *block_tables;           /* (max_sequences, blocks of a context) */
-    double proposal_cost;            /* cost of a proposal, in target passes over one row */
+    double *pass_costs[2];           /* (most_rows + 1) cost of a pass of each of `networks` over n
+                                      * rows; NULL: no draft */
+    int most_rows;                   /* of a step in which all sequences propose */
+    int n_decoding;                  /* sequences in DECODE */
     llm_statistics *statistics;      /* the engine's statistics */
 } llm__scheduler;
 
@@ -1652,14 +1660,14 @@ struct llm_engine {
 /* ---- Forward declarations ---- */
 
 /* [2] Speculation */
-static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq);
+static int llm__speculation_depth(const llm__scheduler *s, llm__sequence *seq);
 static bool llm__has_child(const llm__sequence *seq, int row);
 static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq,
                            const float *logits);
 static void llm__follow(llm__sequence *seq, int32_t id);
 static bool llm__join_branches(llm_engine *e, llm_error *err);
-static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i);
-static double llm__proposal_cost(const llm_model *target, const llm_model *draft);
+static void llm__count_proposal(llm_statistics *statistics, const llm__sequence *seq, int i);
+static bool llm__count_costs(llm__scheduler *s, llm_error *err);
 static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
                                  const llm_engine_options *o, int max_logits, llm_error *err);
 static void llm__speculator_free(llm__speculator *sp);
@@ -2119,6 +2127,8 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
+    s->n_decoding = 0;
+    for (int i = 0; i < n; i++) s->n_decoding += s->sequences[i]->state == LLM_DECODE;
     for (int pass = 0; pass < 2; pass++) {
         bool prefill = chunked ? pass == 1 : pass == 0; /* whole prompts first: else they starve */
         for (int i = 0; i < n && budget > 0; i++) {
@@ -2303,7 +2313,7 @@ static llm_draw llm__draw_of(llm__sampler *s, llm_adjustment *list, const llm__s
                                    (uint64_t)(n - r->n_prompt));
     draw.adjustments = list;
     draw.n_adjustments = llm__adjust(s, &r->sampling, llm__past_of(seq, n), list);
-    draw.n_top = n < seq->n_tokens ? 0 : draft ? seq->request->branches : r->top_logprobs;
+    draw.n_top = n < seq->n_tokens ? 0 : draft ? (seq->width > 1 ? seq->width : 0) : r->top_logprobs;
     draw.top = draft ? seq->candidates : seq->top;
     if (draw.n_top) draw.top += (n - seq->n_tokens) * draw.n_top;
     return draw;
@@ -2871,7 +2881,6 @@ static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_bloc
     s->tracer = &e->tracer;
     s->networks[0] = &e->network;
     s->networks[1] = o->draft ? &e->speculator.draft : NULL;
-    s->proposal_cost = llm__proposal_cost(e->model, o->draft);
     s->memory = (int32_t *)llm__new((size_t)numbers, sizeof(int32_t),
                                     "the arrays of a batch (fewer sequences need less)", err);
     s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences,
@@ -2882,7 +2891,7 @@ static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_bloc
         return llm__blame(err, "max_sequences");
     if (!llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache,
                         err) ||
-        !llm__swap_init(s, err))
+        !llm__swap_init(s, err) || !llm__count_costs(s, err))
         return false;
     s->pool.tracer = s->tracer;
     s->tokens = s->memory;
@@ -2962,6 +2971,8 @@ void llm_engine_free(llm_engine *e) {
     LLM_FREE(s->sequences);
     LLM_FREE(s->batch_sequences);
     LLM_FREE(s->memory);
+    LLM_FREE(s->pass_costs[0]);
+    LLM_FREE(s->pass_costs[1]);
     llm__aligned_free(s->swap);
     LLM_FREE(s->swap_free);
     llm__speculator_free(&e->speculator);
@@ -3123,7 +3134,8 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     if (r->embedding) plan.limit = r->n_prompt;
     plan.depth = r->speculate == LLM_SPECULATE_AUTO ? o->max_speculation : r->speculate;
     plan.depth = (int)llm__min(plan.depth, o->max_batch_tokens - 1);
-    plan.branches = r->branches > 1 && plan.depth > 1 ? r->branches : 0;
+    plan.branches = r->branches || r->speculate != LLM_SPECULATE_AUTO ? r->branches : 4;
+    plan.branches = (int)llm__min(llm__max(plan.branches, 1), plan.depth);
     plan.n_live = r->n_samples;
     int64_t blocks = llm__blocks_for(pool, plan.limit);
     if (blocks > pool->n_blocks) {
@@ -3158,7 +3170,8 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
         seq->sample = i;
         seq->table.capacity = (int)blocks;
         seq->table.sample = i;
-        seq->acceptance = 0.7;      /* initial estimate */
+        seq->acceptance = 0.7;      /* initial estimates */
+        seq->rescue = 0.3;
         seq->stream.started = true; /* the text continues a prompt: keep its first space */
         seq->n_tokens = r->n_prompt;
         memcpy(seq->tokens, r->prompt, (size_t)r->n_prompt * sizeof(int32_t));
@@ -3246,7 +3259,7 @@ static bool llm__move_sample(llm_engine *e, llm__session *m, llm__sequence *seq,
     int *const ints[] = {&finish, &seq->n_tokens, &seq->n_seen, &held, &seq->stream.n_held,
                          n_blocks};
     if (!llm__move_ints(m, ints, 6) || !llm__move(m, seq->stream.held, sizeof seq->stream.held) ||
-        !llm__move(m, &seq->acceptance, sizeof seq->acceptance))
+        !llm__move(m, &seq->acceptance, 2 * sizeof seq->acceptance)) /* and rescue */
         return false;
     bool live = !finish, forked = request->forked;
     for (int i = 0; i < r->n_stop; i++) longest = (int)llm__max(longest, (int)strlen(r->stop[i]));
@@ -3256,6 +3269,7 @@ static bool llm__move_sample(llm_engine *e, llm__session *m, llm__sequence *seq,
         *n_blocks > (live ? (seq->n_tokens - 1) / e->options.block_size : 0) || seq->n_seen < 0 ||
         seq->n_seen > seq->n_tokens || held < 0 || held >= longest ||
         !(seq->acceptance >= 0 && seq->acceptance <= 1) ||
+        !(seq->rescue >= 0 && seq->rescue <= 1) ||
         !llm__move(m, seq->tokens + n, (size_t)(seq->n_tokens - n) * sizeof(int)) ||
         !llm__move(m, seq->text + seq->text_used, (size_t)held))
         return false;
@@ -3542,40 +3556,68 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
 
 /* ---- How many proposals ---- */
 
-/* The assumed cost of one more row in a pass of the target; a pass over one row costs 1. It is not
- * measured, so that the depth, and thus a sampled text, is the same on every run. */
-#define LLM__ROW_COST 0.1
-
-/* The cost of a proposal: a row of the target's pass, and a pass of the draft, estimated from the
- * bytes it reads. */
-static double llm__proposal_cost(const llm_model *target, const llm_model *draft) {
-    double step = (double)llm_model_step_bytes(target);
-    return LLM__ROW_COST + (draft ? (double)llm_model_step_bytes(draft) / step : 0);
+/* The cost of a pass over n rows: the bytes of weights, and the operations as the bytes that are
+ * read meanwhile. It is computed, not measured, so that the number of proposals, and thus a sampled
+ * text, is the same on every run. */
+static double llm__pass_cost(const llm__network *net, int n) {
+    enum { CACHED = 32 << 20 }; /* bytes of weights that fit into the processor's caches */
+    const llm_program *program = &net->program;
+    double balance = net->backend->balance > 0 ? net->backend->balance : 30, bytes = 0, work = 0;
+    llm_batch batch;
+    memset(&batch, 0, sizeof batch);
+    batch.n_tokens = batch.n_logits = n;
+    for (int i = 0; i < program->n_ops; i++) {
+        llm_cost cost = llm_op_cost(program, &program->ops[i], &batch);
+        bytes += cost.weight_bytes;
+        work += cost.operations / balance;
+    }
+    return (bytes < CACHED ? bytes / 3 : bytes) + work; /* caches: about three times as fast */
 }
 
-/* How many tokens to propose for a sequence. This depends on the sequence alone, not on time or
- * other sequences, because it determines which random number each token uses. */
-static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq) {
+static bool llm__count_costs(llm__scheduler *s, llm_error *err) {
+    const llm_engine_options *o = s->options;
+    s->most_rows = (int)llm__min((int64_t)o->max_sequences * (1 + o->max_speculation),
+                                 o->max_batch_tokens);
+    for (int i = 0; i < 2 && s->networks[i]; i++) {
+        s->pass_costs[i] = (double *)llm__new((size_t)s->most_rows + 1, sizeof(double),
+                                              "the costs of a step", err);
+        if (!s->pass_costs[i]) return llm__blame(err, "max_batch_tokens");
+        for (int n = 1; n <= s->most_rows; n++)
+            s->pass_costs[i][n] = llm__pass_cost(s->networks[i], n);
+    }
+    return true;
+}
+
+/* How many tokens to propose for a sequence, and how many of them for the same position
+ * (seq->width). With AUTO: as many as give the most tokens per cost, if all sequences that decode
+ * propose as many. Where proposals are drawn, the choice depends on the sequence alone, because it
+ * determines which random number each token uses. */
+static int llm__speculation_depth(const llm__scheduler *s, llm__sequence *seq) {
     const llm__request *request = seq->request;
+    const llm_request *r = &request->params;
     /* a step chooses one token after the proposals */
-    int most = (int)llm__min(request->depth, request->limit - seq->n_tokens - 1);
-    if (request->params.speculate != LLM_SPECULATE_AUTO) return (int)llm__max(most, 0);
-    /* the depth with the most tokens per cost; each position costs all its branches */
-    int wide = (int)llm__max(request->branches, 1);
-    double cost = (wide - 1) * LLM__ROW_COST +
-                  (request->params.lookup ? LLM__ROW_COST : s->proposal_cost);
-    double tokens = 1, power = 1, best = 1;
-    int depth = 0;
-    for (int k = 1; k * wide <= most; k++) {
-        tokens += power *= seq->acceptance;
-        double rate = tokens / (1 + k * cost);
-        if (rate > best) {
+    int most = (int)llm__max(llm__min(request->depth, request->limit - seq->n_tokens - 1), 0);
+    seq->width = (int)llm__max(request->branches, 1);
+    if (r->speculate != LLM_SPECULATE_AUTO) return most;
+    bool drawn = r->sampling.temperature > 0 && !r->lookup;
+    int n = drawn ? 1 : (int)llm__min(s->n_decoding, s->most_rows), rows = s->most_rows / n,
+        depth = 0;
+    double a = seq->acceptance, best = 1 / s->pass_costs[0][n];
+    for (int width = 1, wide = seq->width; width <= wide; width++) {
+        /* how likely one of a position's proposals is accepted */
+        double tokens = 1, reached = 1, any = a + (1 - a) * fmin((width - 1) * seq->rescue, 1);
+        for (int k = 1; k * width <= most && k * width < rows; k++, reached *= a) {
+            double draft = s->pass_costs[1] && !r->lookup ? k * s->pass_costs[1][n] : 0;
+            tokens += reached * any;
+            double rate = tokens / (s->pass_costs[0][n * (1 + k * width)] + draft);
+            if (rate <= best) continue;
             best = rate;
-            depth = k * wide;
+            depth = k * width;
+            seq->width = width;
         }
     }
     /* at depth 0, retry every 16 tokens */
-    return depth == 0 && seq->n_tokens % 16 == 0 ? (int)llm__max(llm__min(wide, most), 0) : depth;
+    return depth == 0 && seq->n_tokens % 16 == 0 ? (int)llm__min(seq->width, most) : depth;
 }
 
 /* ---- The tree of proposals ---- */
@@ -3615,7 +3657,7 @@ static int llm__add_proposal(llm__sequence *seq, int parent, int32_t token) {
  * "Prompt lookup decoding"): names, quotations and code repeat. With branches, several occurrences
  * share the proposals: the longest first, and of equal ones the latest. */
 static void llm__propose_lookup(llm__sequence *seq) {
-    int n = seq->n_tokens, left = (int)llm__max(seq->request->branches, 1);
+    int n = seq->n_tokens, left = seq->width;
     int32_t *tokens = seq->tokens;
     for (int length = 3; length >= 1; length--)
         for (int start = n - length - 1; start >= 0; start--) {
@@ -3673,7 +3715,7 @@ static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
                                const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm_sampling *p = &seq->request->params.sampling;
-    int i = seq->n_proposed, n = seq->n_tokens + i, branches = seq->request->branches;
+    int i = seq->n_proposed, n = seq->n_tokens + i, width = seq->width;
     int32_t id = outcome->id;
     if (p->temperature > 0) {
         float *q = llm__proposal_distribution(sp, seq, i);
@@ -3681,25 +3723,24 @@ static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
         id = llm__draw_residual(q, NULL, sp->vocab_size, 0, llm__lane_random(seq, 1, n));
     } else if (outcome->logits) { /* greedy verification needs no distribution */
         id = llm__sample(sampler, p, outcome->logits, llm__past_of(seq, n), 0, 0);
-        if (branches)
-            llm__top_logprobs(outcome->logits, sp->vocab_size, branches,
-                              seq->candidates + i * branches);
+        if (width > 1)
+            llm__top_logprobs(outcome->logits, sp->vocab_size, width, seq->candidates + i * width);
     }
     llm__add_proposal(seq, i, id);
 }
 
-/* Propose up to `branches` - 1 more tokens for each position of the draft's chain, until there are
+/* Propose up to `width` - 1 more tokens for each position of the draft's chain, until there are
  * `depth`: the second for each position, then the third, and so on. With greedy choice, they are
  * the draft's likeliest; otherwise they are drawn without replacement. */
 static void llm__branch_out(llm__speculator *sp, llm__sequence *seq) {
-    int branches = seq->request->branches, chain = seq->n_proposed, vocab = sp->vocab_size;
+    int width = seq->width, chain = seq->n_proposed, vocab = sp->vocab_size;
     bool greedy = seq->request->params.sampling.temperature == 0;
-    for (int i = chain; i < branches * chain && seq->n_proposed < seq->depth; i++) {
+    for (int i = chain; i < width * chain && seq->n_proposed < seq->depth; i++) {
         int row = i % chain, rank = i / chain;
         int32_t id = -1;
         if (greedy) {
-            for (int k = 0; k < branches && id < 0; k++) {
-                id = seq->candidates[row * branches + k].token;
+            for (int k = 0; k < width && id < 0; k++) {
+                id = seq->candidates[row * width + k].token;
                 if (id >= vocab || llm__find_child(seq, row, id)) id = -1;
             }
         } else {
@@ -3717,7 +3758,7 @@ static void llm__branch_out(llm__speculator *sp, llm__sequence *seq) {
 
 /* How many of a sequence's proposals the draft makes one after another. */
 static int llm__chain_length(const llm__sequence *seq) {
-    return (int)llm__divide_up(seq->depth, llm__max(seq->request->branches, 1));
+    return (int)llm__divide_up(seq->depth, seq->width);
 }
 
 /* How many tokens of a sequence the draft must have processed after its next pass: in a prompt as
@@ -3815,8 +3856,13 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
 /* A sequence's next token is chosen. If it was proposed, its row is the next to choose from; else
  * no other row counts. */
 static void llm__follow(llm__sequence *seq, int32_t id) {
-    int row = llm__find_child(seq, seq->row, id);
-    seq->n_tested += llm__has_child(seq, seq->row);
+    int row = llm__find_child(seq, seq->row, id), first = llm__next_child(seq, seq->row, 0),
+        others = 0;
+    for (int child = first; child; others++) child = llm__next_child(seq, seq->row, child);
+    seq->n_tested += first > 0;
+    if (first) seq->acceptance += 0.1 * ((row == first) - seq->acceptance);
+    if (--others > 0 && row != first)
+        seq->rescue += 0.1 * ((row > 0) / (double)others - seq->rescue);
     if (!row) {
         seq->closed = true;
         return;
@@ -3846,14 +3892,13 @@ static bool llm__join_branches(llm_engine *e, llm_error *err) {
 }
 
 /* Count a sequence's tested proposal number i. */
-static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i) {
+static void llm__count_proposal(llm_statistics *statistics, const llm__sequence *seq, int i) {
     bool accepted = i < seq->n_accepted;
     int column = i < 15 ? i : 15;
     statistics->proposed++;
     statistics->proposed_at[column]++;
     statistics->accepted += accepted;
     statistics->accepted_at[column] += accepted;
-    seq->acceptance += 0.1 * ((accepted ? 1 : 0) - seq->acceptance);
 }
 
 /* ---- Creation of the speculator ---- */

@@ -254,7 +254,8 @@ void consider(suggestion *s, const char *name);
     {0, "speculate", "K|auto", DEPTH, &(s).depth, 0, MOST_PROPOSALS, \
      "tokens to propose in each step (default: as many as pay off)"}, \
     {0, "branches", "N", WHOLE, &(s).branches, 1, LLM_MOST_BRANCHES, \
-     "propose up to N tokens for the same position: a tree (default 1)"}, \
+     "propose up to N tokens for the same position: a tree (default: 1, or as " \
+     "many as pay off with --speculate auto)"}, \
     {0, "lookup", NULL, FLAG, &(s).lookup, 0, 0, \
      "propose what followed the same words before; needs no draft"}
 #define NAIVE_OPTION(e) \

@@ -1037,7 +1037,8 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
         {0, "lookup", NULL, FLAG, &b.speculation.lookup, 0, 0,
          "propose what followed the same words earlier; needs no draft"},
         {0, "branches", "N", WHOLE, &b.speculation.branches, 1, LLM_MOST_BRANCHES,
-         "up to N proposals for the same position: a tree (default 1)"},
+         "up to N proposals for the same position: a tree (default: 1, or as many as pay "
+         "off with K = auto)"},
         {'f', "file", "FILE", TEXT, &b.file, 0, 0,
          "texts, between lines of <|endoftext|> (default models/eval.txt)"},
         {0, "inflate", "SIZE", SIZE, &b.inflate, 0, 0,

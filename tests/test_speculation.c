@@ -468,12 +468,13 @@ static int find_continuation(const int32_t *text, int n, int depth, int32_t *out
 }
 
 /* The depth that gives the most tokens per unit of cost. */
-static int best_depth(double acceptance, double cost, int most, int n) {
-    double best = 1;
+static int best_depth(double acceptance, const llm__scheduler *s, bool lookup, int most, int n) {
+    const double *target = s->pass_costs[0], *draft = s->pass_costs[1];
+    double best = 1 / target[1];
     int depth = 0;
     for (int k = 1; k <= most; k++) {
         double tokens = (1 - pow(acceptance, k + 1)) / (1 - acceptance);
-        double rate = tokens / (1 + k * cost);
+        double rate = tokens / (target[1 + k] + (lookup ? 0 : k * draft[1]));
         if (rate <= best) continue;
         best = rate;
         depth = k;
@@ -482,10 +483,10 @@ static int best_depth(double acceptance, double cost, int most, int n) {
 }
 
 /* Compare each event and counter of a greedy request with the rules: proposals are accepted up to
- * the first that is not the target's own token, which then follows. cost: the cost of a proposal,
- * for automatic depth. Returns the number of proposals tested. */
+ * the first that is not the target's own token, which then follows. Returns the number of proposals
+ * tested. */
 static uint64_t check_steps(const llm_model *target, const llm_model *draft, source from,
-                            int speculate, double cost, const int32_t *prompt) {
+                            int speculate, const int32_t *prompt) {
     llm_engine_options o = llm_engine_defaults(), plain = o;
     o.n_threads = plain.n_threads = 1;
     o.draft = draft;
@@ -506,12 +507,14 @@ static uint64_t check_steps(const llm_model *target, const llm_model *draft, sou
     r.ignore_end = true;
     r.speculate = speculate;
     r.lookup = from == LOOKUP;
+    r.branches = 1;
     if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
     for (int n = STEP_PROMPT; n < STEP_CONTEXT;) {
         int most = STEP_CONTEXT - n - 1, depth = 0, found = 0, accepted = 0;
         if (n > STEP_PROMPT) { /* the first token comes from the prompt's logits */
             depth = speculate > 0 && speculate < most ? speculate : most < 20 ? most : 20;
-            if (speculate == LLM_SPECULATE_AUTO) depth = best_depth(acceptance, cost, depth, n);
+            if (speculate == LLM_SPECULATE_AUTO)
+                depth = best_depth(acceptance, &engine->scheduler, from == LOOKUP, depth, n);
         }
         if (from == LOOKUP) found = find_continuation(text, n, depth, proposed);
         else if (depth > 0) greedy_text(drafts, text, n, found = depth, proposed);
@@ -560,19 +563,19 @@ static void test_steps(void **state) {
         repeated[i] = 3 + i % 4;
     }
     for (int i = 0; i < 6; i++) {
-        check_steps(target.model, draft.model, DRAFT_MODEL, depths[i], 0, prompt);
-        check_steps(target.model, target.model, DRAFT_MODEL, depths[i], 0, prompt);
-        check_steps(target.model, NULL, LOOKUP, depths[i], 0, repeated);
-        check_steps(same.model, NULL, LOOKUP, depths[i], 0, repeated);
+        check_steps(target.model, draft.model, DRAFT_MODEL, depths[i], prompt);
+        check_steps(target.model, target.model, DRAFT_MODEL, depths[i], prompt);
+        check_steps(target.model, NULL, LOOKUP, depths[i], repeated);
+        check_steps(same.model, NULL, LOOKUP, depths[i], repeated);
     }
-    /* Automatic depth. Another row in the target's pass costs 0.1. A draft as large as the
-     * target costs 1 more, so it never pays off and is tried only occasionally. */
+    /* Automatic depth. A draft as large as the target never pays off and is tried only
+     * occasionally. */
     const int automatic = LLM_SPECULATE_AUTO;
-    uint64_t tried = check_steps(target.model, target.model, DRAFT_MODEL, automatic, 1.1, prompt);
+    uint64_t tried = check_steps(target.model, target.model, DRAFT_MODEL, automatic, prompt);
     assert_in_range(tried, 1, STEP_TOKENS / 16 + 1);
-    check_steps(target.model, NULL, LOOKUP, automatic, 0.1, prompt);
-    check_steps(target.model, NULL, LOOKUP, automatic, 0.1, repeated);
-    check_steps(same.model, NULL, LOOKUP, automatic, 0.1, repeated);
+    check_steps(target.model, NULL, LOOKUP, automatic, prompt);
+    check_steps(target.model, NULL, LOOKUP, automatic, repeated);
+    check_steps(same.model, NULL, LOOKUP, automatic, repeated);
     tiny_model_free(&target);
     tiny_model_free(&draft);
     tiny_model_free(&same);
@@ -887,10 +890,28 @@ static void test_sampled_texts(void **state) {
 
 /* ---- The number of proposals ----------------------------------------------------------------- */
 
-/* The automatic depth is 0 for a draft that is never right, and large for one that is always right
- * and cheap. */
+/* The best expected tokens per cost, over all depths and widths, by the formula of a geometric
+ * series: k positions with `width` proposals each, for each of n sequences. */
+static double best_rate(const llm__scheduler *s, int n, int most, int widest, double a,
+                        double rescue) {
+    double best = 1 / s->pass_costs[0][n];
+    for (int width = 1; width <= widest; width++)
+        for (int k = 1; k * width <= most && n * (1 + k * width) <= s->most_rows; k++) {
+            double others = (width - 1) * rescue < 1 ? (width - 1) * rescue : 1,
+                   any = a + (1 - a) * others,
+                   tokens = 1 + any * (a < 1 ? (1 - pow(a, k)) / (1 - a) : k),
+                   cost = s->pass_costs[0][n * (1 + k * width)] + k * s->pass_costs[1][n];
+            if (tokens / cost > best) best = tokens / cost;
+        }
+    return best;
+}
+
+/* The automatic number of proposals gives the most tokens per cost, whatever the acceptance, the
+ * costs and the number of other sequences; with drawn proposals, these do not matter. */
 static void test_auto_depth(void **state) {
     (void)state;
+    enum { ROWS = 200 };
+    static double target[ROWS + 1], draft[ROWS + 1];
     llm_engine_options options = llm_engine_defaults();
     llm__scheduler s;
     llm__request request;
@@ -899,36 +920,56 @@ static void test_auto_depth(void **state) {
     memset(&request, 0, sizeof request);
     memset(&sequence, 0, sizeof sequence);
     s.options = &options;
+    s.pass_costs[0] = target;
+    s.pass_costs[1] = draft;
+    s.most_rows = ROWS;
     sequence.request = &request;
     request.params.speculate = LLM_SPECULATE_AUTO;
     request.forked = true;
     request.depth = 8;
     request.limit = 1000;
-    sequence.n_tokens = 17;
-    for (int cost = 1; cost <= 20; cost++)
-        for (int acceptance = 0; acceptance <= 20; acceptance++) {
-            double a = sequence.acceptance = acceptance / 20.0, best = 1;
-            s.proposal_cost = cost / 20.0;
-            int depth = llm__speculation_depth(&s, &sequence), right = 0;
-            for (int k = 1; k <= 8; k++) {
-                double tokens = a < 1 ? (1 - pow(a, k + 1)) / (1 - a) : k + 1,
-                       rate = tokens / (1 + k * s.proposal_cost);
-                if (rate > best + 1e-9) {
-                    best = rate;
-                    right = k;
-                }
-            }
-            double chosen = (a < 1 ? (1 - pow(a, depth + 1)) / (1 - a) : depth + 1) /
-                            (1 + depth * s.proposal_cost);
-            assert_true(chosen > best - 1e-9);
-            if (a <= s.proposal_cost - 1e-9) assert_int_equal(right, 0);
-        }
+    int with_width[5] = {0}, none = 0, fewer = 0;
+    for (int i = 0; i < 20000; i++) {
+        double row = llm_random(1, 1, (uint64_t)i) * 0.3, more = llm_random(1, 2, (uint64_t)i);
+        for (int n = 0; n <= ROWS; n++) target[n] = 1 + row * n, draft[n] = more * target[n];
+        double a = sequence.acceptance = floor(llm_random(1, 3, (uint64_t)i) * 21) / 20;
+        double rescue = sequence.rescue = llm_random(1, 4, (uint64_t)i) * 0.4;
+        int n = 1 + i % 30;
+        sequence.n_tokens = 17;
+        request.branches = i / 30 % 5;
+        s.n_decoding = n;
+        int depth = llm__speculation_depth(&s, &sequence), width = sequence.width;
+        int widest = request.branches > 1 ? request.branches : 1;
+        assert_true(depth >= 0 && depth <= 8 && width >= 1 && width <= widest);
+        assert_int_equal(depth % width, 0);
+        int k = depth / width;
+        double others = (width - 1) * rescue < 1 ? (width - 1) * rescue : 1,
+               any = a + (1 - a) * others,
+               tokens = 1 + any * (a < 1 ? (1 - pow(a, k)) / (1 - a) : k),
+               rate = tokens / (target[n * (1 + depth)] + k * draft[n]);
+        assert_true(rate > best_rate(&s, n, 8, widest, a, rescue) - 1e-9);
+        none += depth == 0;
+        with_width[width] += depth > 0;
+        request.params.sampling.temperature = 1;
+        int drawn = llm__speculation_depth(&s, &sequence), drawn_width = sequence.width;
+        s.n_decoding = 1;
+        request.params.sampling.temperature = 0;
+        int alone = llm__speculation_depth(&s, &sequence);
+        assert_int_equal(drawn, alone);
+        assert_int_equal(drawn_width, sequence.width);
+        fewer += depth < alone;
+    }
+    assert_true(none > 100 && fewer > 100); /* all cases occurred */
+    for (int width = 1; width <= 4; width++)
+        if (with_width[width] <= 50) fail_msg("%d proposals per position: rare", width);
+
+    for (int n = 0; n <= ROWS; n++) target[n] = 1 + 0.05 * n, draft[n] = 0.05;
+    request.branches = 0;
     sequence.acceptance = 0;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 0);
     sequence.n_tokens = 32; /* the engine tries one proposal occasionally */
     assert_int_equal(llm__speculation_depth(&s, &sequence), 1);
     sequence.acceptance = 1;
-    s.proposal_cost = 0.1;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 8);
     for (int left = 1; left <= 12; left++) { /* never beyond the end of the request */
         sequence.n_tokens = request.limit - left;
@@ -938,6 +979,75 @@ static void test_auto_depth(void **state) {
     sequence.n_tokens = 100;
     request.depth = 3;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 3);
+}
+
+/* What a sequence learns from a step: how often a position's first proposal is accepted, and how
+ * often each of the others once the first is rejected. */
+static void test_learning(void **state) {
+    /* rows 1 to 3 follow the known token; rows 4 and 5 follow rows 1 and 4 */
+    enum { KNOWN = 7, FIRST = 10, SECOND, THIRD, FOURTH, FIFTH, NONE };
+    int32_t parents[] = {0, 0, 0, 1, 4}, tokens[] = {KNOWN, FIRST, SECOND, THIRD, FOURTH, FIFTH};
+    static const struct {
+        int32_t chosen[3];
+        int n, tested;
+        double acceptance, rescue;
+    } cases[] = {{{NONE}, 1, 1, 0.45, 0.27},
+                 {{SECOND, NONE}, 2, 1, 0.45, 0.32},
+                 {{FIRST, NONE}, 2, 2, 0.495, 0.3},
+                 {{FIRST, FOURTH, FIFTH}, 3, 3, 0.6355, 0.3}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llm__sequence seq;
+        int32_t rows[5];
+        memset(&seq, 0, sizeof seq);
+        memcpy(rows, parents, sizeof rows);
+        seq.tokens = tokens;
+        seq.parents = rows;
+        seq.n_tokens = 1;
+        seq.n_proposed = 5;
+        seq.acceptance = 0.5;
+        seq.rescue = 0.3;
+        for (int k = 0; k < cases[i].n; k++) llm__follow(&seq, cases[i].chosen[k]);
+        assert_int_equal(seq.n_tested, cases[i].tested);
+        assert_true(fabs(seq.acceptance - cases[i].acceptance) < 1e-12);
+        assert_true(fabs(seq.rescue - cases[i].rescue) < 1e-12);
+    }
+}
+
+/* The cost of a pass: more rows cost more arithmetic and no more bytes, and a device that does more
+ * operations per byte pays less for them. Weights that fit the caches make rows dearer. */
+static void test_pass_cost(void **state) {
+    (void)state;
+    llm_op op;
+    llm_weight weight;
+    llm_backend backend;
+    llm_buffer buffer;
+    llm__network net;
+    memset(&op, 0, sizeof op);
+    memset(&weight, 0, sizeof weight);
+    memset(&backend, 0, sizeof backend);
+    memset(&buffer, 0, sizeof buffer);
+    memset(&net, 0, sizeof net);
+    weight.type = LLM_F16;
+    weight.cols = 1024;
+    op.kind = LLM_OP_MATMUL;
+    op.weight = &weight;
+    op.in[0] = op.out = 0;
+    for (int i = 1; i < LLM_OP_INPUTS; i++) op.in[i] = -1;
+    net.program.ops = &op;
+    net.program.n_ops = 1;
+    net.program.buffers = &buffer;
+    net.backend = &backend;
+    for (int large = 0; large < 2; large++) {
+        weight.rows = large ? 1 << 20 : 1 << 10;
+        double values = (double)weight.rows * 1024, read = large ? 2 * values : 2 * values / 3;
+        for (int n = 1; n <= 64; n *= 4)
+            for (int balance = 0; balance <= 100; balance += 50) {
+                backend.balance = balance;
+                double want = read + 2 * n * values / (balance ? balance : 30);
+                assert_true(fabs(llm__pass_cost(&net, n) / want - 1) < 1e-12);
+            }
+    }
 }
 
 /* Lookup proposes the tokens that followed an earlier occurrence of the last tokens: the longest
@@ -972,8 +1082,8 @@ static void test_lookup_proposals(void **state) {
         llm__request request;
         memset(&sequence, 0, sizeof sequence);
         memset(&request, 0, sizeof request);
-        request.branches = cases[i].branches;
         sequence.request = &request;
+        sequence.width = cases[i].branches > 1 ? cases[i].branches : 1;
         sequence.tokens = tokens;
         sequence.parents = parents;
         sequence.n_tokens = (int)strlen(cases[i].text);
@@ -1005,6 +1115,8 @@ int main(void) {
         cmocka_unit_test(test_sampled_distribution),
         cmocka_unit_test(test_sampled_texts),
         cmocka_unit_test(test_auto_depth),
+        cmocka_unit_test(test_learning),
+        cmocka_unit_test(test_pass_cost),
         cmocka_unit_test(test_lookup_proposals),
     };
     return cmocka_run_group_tests_name("speculation", tests, NULL, NULL);
