@@ -1014,8 +1014,6 @@ struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's data; first argument of every function */
     bool keys_transposed;  /* whether it wants transposed keys: see llm_cache */
-    double balance;        /* about how many operations it does in the time in which it reads a byte
-                            * of weights; chooses the number of proposals. 0: 30 */
 
     /* -- memory -- */
     /* Allocate device memory, not cleared. `what` names it in errors. NULL on failure. */
@@ -1064,6 +1062,8 @@ struct llm_backend {
     bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n,
                    int32_t *ids, float *logprobs, llm_error *err);
     void (*state)(void *context, llm_device_state *state);
+    double balance;        /* about how many operations it does in the time in which it reads a byte
+                            * of weights: decides how many proposals pay off. 0: 30 */
 
     void (*destroy)(llm_backend *backend);
 };
