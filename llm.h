@@ -1063,7 +1063,7 @@ struct llm_backend {
                    int32_t *ids, float *logprobs, llm_error *err);
     void (*state)(void *context, llm_device_state *state);
     double balance;        /* about how many operations it does in the time in which it reads a byte
-                            * of weights: decides how many proposals pay off. 0: 30 */
+                            * of weights: decides how many proposals pay off. 0: 40 */
 
     void (*destroy)(llm_backend *backend);
 };
@@ -3562,7 +3562,7 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
 static double llm__pass_cost(const llm__network *net, int n) {
     enum { CACHED = 32 << 20 }; /* bytes of weights that fit into the processor's caches */
     const llm_program *program = &net->program;
-    double balance = net->backend->balance > 0 ? net->backend->balance : 30, bytes = 0, work = 0;
+    double balance = net->backend->balance > 0 ? net->backend->balance : 40, bytes = 0, work = 0;
     llm_batch batch;
     memset(&batch, 0, sizeof batch);
     batch.n_tokens = batch.n_logits = n;

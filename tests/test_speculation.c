@@ -1044,7 +1044,7 @@ static void test_pass_cost(void **state) {
         for (int n = 1; n <= 64; n *= 4)
             for (int balance = 0; balance <= 100; balance += 50) {
                 backend.balance = balance;
-                double want = read + 2 * n * values / (balance ? balance : 30);
+                double want = read + 2 * n * values / (balance ? balance : 40);
                 assert_true(fabs(llm__pass_cost(&net, n) / want - 1) < 1e-12);
             }
     }
