@@ -9804,8 +9804,8 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     return length;
 }
 
-/* Tables of Unicode: general categories, case foldings, combining classes and decompositions, in
- * this order, as numbers that tests/unicode_tables.py describes, compressed. */
+/* Unicode tables, compressed: general categories, case foldings, combining classes and
+ * decompositions, in this order. tests/unicode_tables.py describes the encoding. */
 /* BEGIN tables made by tests/unicode_tables.py, Unicode 16.0.0 */
 enum {
     LLM__N_RUNS = 3585, LLM__N_FOLDS = 1481, LLM__N_COMBINING = 333,
@@ -9956,16 +9956,16 @@ static const char *const llm__unicode_tables[] = {
 "m+_t7q    "};
 /* END tables made by tests/unicode_tables.py */
 
-typedef struct llm__unpacker { /* a decoder of this table, a binary range coder */
-    const char *const *line, *at; /* the next 13 bits: two characters */
+typedef struct llm__unpacker { /* binary range decoder for these tables */
+    const char *const *line, *at; /* where the next 13 bits are, as two characters */
     uint64_t range, code;    /* code < range */
-    uint16_t odds[37][128];  /* of a bit 0, in 2048ths, by column and context */
+    uint16_t odds[37][128];  /* probability of a 0 bit in 1/2048, by column and context */
 } llm__unpacker;
 
 static void llm__refill(llm__unpacker *p) {
     uint64_t digit = 0;
     if (!*p->at) p->at = *++p->line;
-    for (int i = 0; i < 2; i++) { /* space to ~, without four that C or tools may misread */
+    for (int i = 0; i < 2; i++) { /* base 91: without four characters that tools may misread */
         int c = *p->at++;
         digit = digit * 91 +
                 (uint64_t)(c - ' ' - (c > '"') - (c > '*') - (c > '?') - (c > '\\'));
@@ -9983,7 +9983,7 @@ static uint32_t llm__unpack_bit(llm__unpacker *p, uint16_t *odds) {
     return bit;
 }
 
-/* A number of a column: its length in bits, then its bits after the first one. */
+/* Decode a number of this column: its length in bits, then the bits after its leading 1. */
 static uint32_t llm__unpack(llm__unpacker *p, uint32_t column) {
     uint16_t *odds = p->odds[column];
     uint32_t length = 1, n;
@@ -10001,8 +10001,8 @@ enum { LLM__N_CATEGORIES = 13 };
 static const char *const llm__categories[] = {"C", "Lu", "Ll", "Lt", "Lm", "Lo", "M",
                                               "Nd", "N", "Pc", "P", "S", "Z"};
 
-typedef struct llm__unicode {            /* the first two tables, unpacked */
-    llm__unpacker rest;                  /* the others */
+typedef struct llm__unicode {            /* the first two tables, decoded */
+    llm__unpacker rest;                  /* decoder for the other tables */
     uint32_t ends[LLM__N_RUNS];          /* first code point after each run of one category */
     uint8_t categories[LLM__N_RUNS];     /* index in llm__categories of each run */
     uint32_t folds[LLM__N_FOLDS][2];     /* code point and its simple case folding */
@@ -10030,7 +10030,7 @@ static llm__unicode *llm__unicode_create(llm_error *err) {
     return u;
 }
 
-/* How many of the n sorted values (a step apart) are at most c. */
+/* How many of n sorted values, `step` apart in memory, are at most c. */
 static int llm__rank(const uint32_t *values, int n, int step, uint32_t c) {
     int low = 0, high = n;
     while (low < high) {
@@ -10046,7 +10046,7 @@ static uint32_t llm__fold(const llm__unicode *u, uint32_t c) {
     return i >= 0 && u->folds[i][0] == c ? u->folds[i][1] : c;
 }
 
-/* The lower case of c: the folding of what is upper case, except Cherokee, which folds up. */
+/* The lower case of c: an upper-case character's folding, except for Cherokee, which folds up. */
 static uint32_t llm__lower_case(const llm__unicode *u, uint32_t c) {
     int category = u->categories[llm__rank(u->ends, LLM__N_RUNS, 1, c)];
     if (c >= 0x13A0 && c < 0x13F6) return c < 0x13F0 ? c + 0x97D0 : c + 8;
@@ -10063,13 +10063,13 @@ static bool llm__is_space(uint32_t c) {
 }
 
 /* ---- Regular expressions ----
- * They split text into words, and mean what they mean in Hugging Face's library: Oniguruma's syntax
- * and semantics, without look-behind and references to groups. An expression is compiled to a list
- * of nodes. The matcher takes the first way through them that matches, and keeps the other ways in
- * a list of frames. Its steps are bounded: a text takes linear time, or is an error. */
+ * They split text into words. Syntax and semantics are Oniguruma's, as in Hugging Face's library,
+ * without look-behind and back-references. An expression is compiled to a list of nodes. The
+ * matcher takes the first path that matches and keeps the alternatives in a list of frames. Its
+ * steps are bounded: a text takes linear time, or fails. */
 
-typedef struct llm__set { /* of characters; LLM__UTF8_INVALID stands for each invalid byte */
-    struct llm__set *next; /* of the same expression */
+typedef struct llm__set { /* a set of characters; LLM__UTF8_INVALID represents any invalid byte */
+    struct llm__set *next; /* next set of the same expression */
     uint64_t bits[LLM__UTF8_INVALID / 64 + 1];
 } llm__set;
 
@@ -10077,7 +10077,7 @@ enum { /* kinds of nodes; offsets are relative to the node */
     LLM__NODE_RUN,    /* a to b characters of a set, as many as possible */
     LLM__NODE_EITHER, /* go on at offset a or, if that fails, at b */
     LLM__NODE_JUMP,   /* go on at offset a */
-    LLM__NODE_AHEAD, LLM__NODE_NOT_AHEAD, LLM__NODE_ATOMIC, /* match up to MATCH; go on at a */
+    LLM__NODE_AHEAD, LLM__NODE_NOT_AHEAD, LLM__NODE_ATOMIC, /* match up to MATCH, then go on at a */
     LLM__NODE_MATCH,
     LLM__NODE_BEGIN, LLM__NODE_END, LLM__NODE_LAST, LLM__NODE_LINE_BEGIN, LLM__NODE_LINE_END,
     LLM__NODE_BORDER  /* \A \z \Z ^ $ \b */
@@ -10085,7 +10085,7 @@ enum { /* kinds of nodes; offsets are relative to the node */
 enum { LLM__NODES_MOST = 20000, LLM__SETS_MOST = 200, LLM__DEPTH_MOST = 100 };
 
 typedef struct llm__node {
-    int32_t kind, a, b;  /* LLM__NODE_*; offsets, or the length of a run */
+    int32_t kind, a, b;  /* LLM__NODE_*; offsets, or least and most characters of a run */
     const llm__set *set; /* of RUN and BORDER; NULL: the characters in codes */
     uint32_t codes[4];   /* a character, and those with the same case folding */
 } llm__node;
@@ -10094,11 +10094,11 @@ typedef struct llm__expression {
     llm_string source;
     llm__node *nodes;    /* (n_nodes) */
     int64_t n_nodes, capacity;
-    llm__set *sets;      /* a list */
+    llm__set *sets;      /* linked list */
 } llm__expression;
 
 typedef struct llm__compiler {
-    const uint8_t *at, *end; /* what is not read yet */
+    const uint8_t *at, *end; /* source not parsed yet */
     llm__expression *e;
     const llm__unicode *u;
     const char *name;        /* path of the file, for errors */
@@ -10125,7 +10125,7 @@ static void llm__include(llm__set *set, uint32_t first, uint32_t last) {
         else set->bits[c / 64] |= (uint64_t)1 << c % 64;
 }
 
-/* Include the part or, if `others`, what is not in it. */
+/* Include the part or, if `others`, its complement. */
 static void llm__join_set(llm__set *set, const llm__set *part, bool others) {
     for (size_t i = 0; part && i < sizeof set->bits / 8; i++)
         set->bits[i] |= others ? ~part->bits[i] : part->bits[i];
@@ -10147,7 +10147,7 @@ static void llm__drop_set(llm__compiler *c) {
     LLM_FREE(set);
 }
 
-/* Add a node before the one at index `at`. Offsets within what moves stay right. */
+/* Add a node before the one at index `at`. Nodes that move keep their offsets to each other. */
 static llm__node *llm__insert(llm__compiler *c, int64_t at, int kind) {
     llm__expression *e = c->e;
     if (e->n_nodes == LLM__NODES_MOST) llm__bad_expression(c);
@@ -10197,7 +10197,7 @@ static int32_t llm__take_number(llm__compiler *c, int base, int most) {
 
 static llm__set *llm__parse_class(llm__compiler *c);
 
-/* Include what \s, \d, \w or \p{name} means, or what it does not. */
+/* Include the class \s, \d, \w or \p{name} or, if negated, its complement. */
 static void llm__include_name(llm__compiler *c, llm__set *set, llm_string name, bool negated) {
     static const char *const classes[][2] = {
         {"s", "\t-\r \\x85\u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000]"},
@@ -10233,7 +10233,7 @@ static void llm__include_name(llm__compiler *c, llm__set *set, llm_string name, 
     if (part) llm__drop_set(c);
 }
 
-/* After a backslash: a character, which is returned, or a class, which is included in the set. */
+/* Parse what follows a backslash: return a character, or include a class in the set. */
 static uint32_t llm__parse_escape(llm__compiler *c, llm__set *set, bool in_class) {
     static const char letters[] = "nrtfvae", codes[] = "\n\r\t\f\v\a\x1B";
     llm_string name = {(const char *)c->at, 1};
@@ -10261,7 +10261,7 @@ static uint32_t llm__parse_escape(llm__compiler *c, llm__set *set, bool in_class
     return (uint32_t)code;
 }
 
-/* After "[": items and nested classes, joined; && intersects what is on its sides. */
+/* Parse a class, after its "[": the union of items and nested classes; && intersects. */
 static llm__set *llm__parse_class(llm__compiler *c) {
     llm__set *all = llm__new_set(c), *part = llm__new_set(c);
     bool negated = llm__take(c, "^"), more = true;
@@ -10271,7 +10271,7 @@ static llm__set *llm__parse_class(llm__compiler *c) {
     for (bool begins = true; more && !c->failed; begins = false) {
         more = begins || !llm__take(c, "]");
         if (!more || llm__take(c, "&&")) {
-            for (int k = 0; c->folds && k < 2; k++) /* add what folds to the same */
+            for (int k = 0; c->folds && k < 2; k++) /* add characters with the same folding */
                 for (int i = 0; i < LLM__N_FOLDS; i++)
                     if (llm__has(part, c->u->folds[i][k]))
                         llm__include(part, c->u->folds[i][!k], c->u->folds[i][!k]);
@@ -10309,7 +10309,7 @@ static llm__set *llm__parse_class(llm__compiler *c) {
 /* The functions that follow parse a part and return whether it can match an empty text. */
 static bool llm__parse_alternatives(llm__compiler *c);
 
-/* After "(". */
+/* Parse a group, after its "(". */
 static bool llm__parse_group(llm__compiler *c) {
     static const char *const kinds[] = {"?=", "?!", "?>", "?:", "?i", "?-i", ""};
     int64_t start = c->e->n_nodes;
@@ -10318,7 +10318,7 @@ static bool llm__parse_group(llm__compiler *c) {
     while (!llm__take(c, kinds[kind])) kind++;
     bool option = kind == 4 || kind == 5, rest = false;
     if (option) c->folds = kind == 4;
-    if (option && !llm__take(c, ":")) rest = true; /* it holds to the end of the group around it */
+    if (option && !llm__take(c, ":")) rest = true; /* for the rest of the group around it */
     if (rest && !llm__take(c, ")")) llm__bad_expression(c);
     if (kind == 6 && llm__take(c, "?")) llm__bad_expression(c);
     if (kind < 3) llm__emit_node(c, LLM__NODE_AHEAD + kind);
@@ -10367,7 +10367,7 @@ static bool llm__parse_atom(llm__compiler *c) {
     return false;
 }
 
-/* Repeat the nodes from `start` on, least to most times; most < 0: endlessly. */
+/* Repeat the nodes from `start` on, least to most times; most < 0: without limit. */
 static void llm__repeat(llm__compiler *c, int64_t start, int32_t least, int32_t most, bool lazy) {
     llm__node *body = c->e->nodes + start;
     int32_t n = (int32_t)(c->e->n_nodes - start);
@@ -10393,7 +10393,7 @@ static void llm__repeat(llm__compiler *c, int64_t start, int32_t least, int32_t 
     LLM_FREE(copy);
 }
 
-/* Read * + ? {2} {2,} {,2} {2,3}; false: there is none. *most < 0: endlessly. */
+/* Read * + ? {2} {2,} {,2} {2,3}; false: there is none. *most < 0: without limit. */
 static bool llm__parse_count(llm__compiler *c, int32_t *least, int32_t *most, bool *braces) {
     const uint8_t *before = c->at;
     *least = llm__take(c, "+");
@@ -10480,8 +10480,8 @@ static llm__expression *llm__expression_create(const llm__unicode *u, llm_string
     return NULL;
 }
 
-typedef struct llm__frame { /* another way to go on, taken if the current one fails */
-    int32_t node, at, low; /* node and position; after a RUN, that position and all down to low */
+typedef struct llm__frame { /* an alternative, tried if the current path fails */
+    int32_t node, at, low; /* where to resume; after a RUN, at each position from at down to low */
 } llm__frame;
 
 typedef struct llm__matcher {
@@ -10540,7 +10540,7 @@ static bool llm__anchored(const llm__matcher *m, const llm__node *node, int32_t 
     }
 }
 
-/* Match from the node on; returns the end of the match, -1: none (m->failed: an error). */
+/* Match from this node on; returns the end of the match, -1: none (m->failed: an error). */
 static int32_t llm__match(llm__matcher *m, int64_t node, int32_t at) {
     int64_t base = m->n_frames;
     for (;;) {
@@ -10584,8 +10584,8 @@ static int32_t llm__match(llm__matcher *m, int64_t node, int32_t at) {
     }
 }
 
-/* Find the first match at or after *begin. As in Oniguruma's library, an empty match right after
- * the previous one (which ended at `after`) does not count. */
+/* Find the first match at or after *begin. As in Oniguruma, an empty match right after the previous
+ * one (which ended at `after`) does not count. */
 static bool llm__find(llm__matcher *m, int32_t after, int32_t *begin, int32_t *end) {
     uint32_t c;
     for (;; *begin += llm__next_char(m, *begin, &c)) {
@@ -10611,14 +10611,14 @@ typedef struct llm__decomposition {
     uint32_t whole, first, second; /* code points */
 } llm__decomposition;
 
-typedef struct llm__normalizer { /* the unpacked tables */
-    uint32_t wholes[LLM__N_DECOMPOSITIONS];  /* (n_wholes) what is decomposed, sorted */
+typedef struct llm__normalizer { /* the decoded tables */
+    uint32_t wholes[LLM__N_DECOMPOSITIONS];  /* (n_wholes) what has one, sorted */
     uint16_t ends[LLM__N_DECOMPOSITIONS];    /* index after the last part of each */
     int n_wholes;
     uint32_t parts[LLM__N_DECOMPOSED];
-    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* (n_together) composable, by parts */
+    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* (n_together) pairs that compose */
     int n_together;
-    uint32_t marks[2 * LLM__N_COMBINING];    /* borders of runs of one combining class */
+    uint32_t marks[2 * LLM__N_COMBINING];    /* start and end of each run of one combining class */
     uint8_t mark_classes[LLM__N_COMBINING];  /* combining class of each run */
     llm__set unstable;
 } llm__normalizer;
@@ -10657,7 +10657,7 @@ static llm__normalizer *llm__normalizer_create(bool compatible, llm_error *err) 
     }
     LLM_FREE(u);
     if (!n) return NULL;
-    for (int i = 0; i < n->n_together; i++) /* only in NFKC: what is composed changes */
+    for (int i = 0; i < n->n_together; i++) /* NFKC also changes what composes from unstable ones */
         if (llm__has(&n->unstable, n->together[i].first))
             llm__include(&n->unstable, n->together[i].whole, n->together[i].whole);
     llm__include(&n->unstable, LLM__HANGUL_V, LLM__HANGUL_V + LLM__HANGUL_N_V - 1);
@@ -10826,7 +10826,7 @@ struct llm_tokenizer {
     uint64_t seed;             /* random seed of both tables: no file can force collisions */
     int32_t bytes[256];        /* id of each byte's token; -1: none */
     int16_t spelled[324];      /* byte spelled by each code point; -1: none */
-    struct llm__text_step *steps;   /* (n_steps) what is done to a text before words are merged */
+    struct llm__text_step *steps;   /* (n_steps) rewrite a text and split it into words */
     int64_t n_steps, step_capacity;
     llm__unicode *unicode;     /* NULL: no step needs it */
     bool ignores_merges;       /* a word that is a token is used without merging */
@@ -10834,7 +10834,7 @@ struct llm_tokenizer {
     int32_t bos, eos, unknown; /* token ids; -1: none */
     bool adds_bos, adds_eos, drops_space; /* drops_space: decoding removes the leading space */
     llm_string chat_source;    /* source of the chat template, in Jinja */
-    const llm_string **specials[2]; /* sorted texts: [0] user-defined tokens, [1] special too */
+    const llm_string **specials[2]; /* sorted texts: [0] user-defined, [1] also special */
     int64_t n_specials[2];
     bool special_begins[2][256]; /* [i][b]: some text in specials[i] begins with byte b */
 };
@@ -10865,7 +10865,7 @@ static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t le
     return &t->merges[slot];
 }
 
-/* The size of a hash table with a third of its slots free, so that searches are short. */
+/* The size of a hash table with at least a third of its slots free, so that searches are short. */
 static uint64_t llm__table_size(uint64_t entries) {
     uint64_t size = 16;
     while (size < entries + entries / 2) size *= 2;
@@ -10901,7 +10901,7 @@ static bool llm__load_texts(llm_tokenizer *t) {
     size_t cursor = 0;
     for (int32_t id = 0; id < t->size && llm_value_string(tokens, &cursor, &t->texts[id]); id++) {
         uint64_t slot = llm__token_slot(t, t->texts[id]);
-        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of equal texts, the lowest id counts */
+        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of equal texts, the lowest id wins */
         if (t->texts[id].length > t->longest) t->longest = t->texts[id].length;
     }
     return true;
@@ -11036,7 +11036,8 @@ static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, in
     return *id = (int32_t)number, true;
 }
 
-/* Some files give an end token the kind "normal". In angle brackets, it is special. */
+/* Some files give end tokens the kind "normal". Those in angle brackets are special all the
+ * same. */
 static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
     if (id < 0) return;
     llm_string s = t->texts[id];
@@ -11103,26 +11104,26 @@ static bool llm__is_text(llm_string s, const char *text) {
 }
 
 /* ---- Steps: from text to words ----
- * What is done to a text before its words are merged, as tokenizer.json describes it. Each step is
- * a line of text: a name, and what follows a space.
+ * What happens to a text before its words are merged, in the terms of tokenizer.json. Each step is
+ * a line of text: a name and, after a space, its argument.
  *
  *     NFC, NFKC, Lowercase      rewrite the text
  *     Charsmap                  replace characters by SentencePiece's table in
  *                               tokenizer.ggml.precompiled_charsmap; !Charsmap: as Hugging Face's
  *                               library uses the table
- *     Spell                     write each byte as in a byte-level vocabulary; !Spell: back
+ *     Spell                     write each byte as in a byte-level vocabulary; !Spell: the reverse
  *     Strip-left, Strip-right   remove white space at the start, at the end
  *     Prepend X                 write X before the text; Prepend-start: only at the start and after
- *                               control tokens; Prepend-first: only at the start, and not if it is
- *                               there; Prepend-each: if it is not there
- *     Replace X^AE              replace what the expression E matches by X (^A is the byte 1)
- *     Isolated E                split: each match of E is a piece, and each text between matches;
- *                               Removed: matches are dropped; Contiguous: matches next to each
- *                               other are one piece; MergedWithPrevious, MergedWithNext: a match
- *                               joins the text before or after it. With "!" before the name, the
- *                               matches are what E does not match.
+ *                               control tokens; Prepend-first: only at the start, unless it is
+ *                               already there; Prepend-each: unless it is already there
+ *     Replace X^AE              replace each match of the expression E by X (^A is the byte 1)
+ *     Isolated E                split: matches of E and the texts between them are pieces;
+ *                               Removed: matches are dropped; Contiguous: adjacent matches are one
+ *                               piece; MergedWithPrevious, MergedWithNext: a match joins the text
+ *                               before or after it. With "!" before the name, the texts between
+ *                               matches count as the matches.
  *
- * GGUF has a name instead of steps (tokenizer.ggml.pre), which the table below translates. */
+ * GGUF names a rule instead (tokenizer.ggml.pre); the table below gives its steps. */
 
 enum { /* kinds of steps, in the order of llm__step_names */
     LLM__STEP_ISOLATED, LLM__STEP_REMOVED, LLM__STEP_CONTIGUOUS, LLM__STEP_PREVIOUS,
@@ -11175,7 +11176,7 @@ static const char llm__escape[] = "Replace \u2581\1 ";
 enum { LLM__RULE_NO_MERGES = 1, LLM__RULE_BOS = 2 };
 static const struct llm__rule {
     const char *names;      /* values of tokenizer.ggml.pre */
-    unsigned flags;         /* a word that is a token is not merged; BOS is added */
+    unsigned flags;         /* bits LLM__RULE_* */
     const char *steps[6];
 } llm__rules[] = {
     {"gpt-2 gpt2 phi-2 olmo mpt jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum "
@@ -11221,7 +11222,7 @@ static const struct llm__rule {
     {"kimi-k2", 0,
      {"Isolated [\\p{Han}]+|" LLM__CASES("&&[^\\p{Han}]", LLM__ENDINGS "?") "\\p{N}{1,3}"
       LLM__REST}},
-    {"deepseek-llm", 0, /* the scripts with upper and lower case, in an earlier Unicode */
+    {"deepseek-llm", 0, /* scripts with upper and lower case, in an earlier Unicode version */
      {"Isolated [\\r\\n]",
       "Isolated \\s?[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C8A\u2D00-\u2D2D"
       "\uA790-\uAB68\U00010570-\U000105BC\U00010D50-\U00010D85\U00016E40-\U0001DF2A]]+",
@@ -11265,8 +11266,8 @@ static uint32_t llm__charsmap_unit(llm_string table, uint64_t i) {
     return unit;
 }
 
-/* A table that replaces characters: the length of a trie, the trie, and replacements, each of which
- * ends in a 0. */
+/* Find the Charsmap table: the length of a trie, the trie, and the replacements, each of which ends
+ * in a 0 byte. */
 static bool llm__load_charsmap(const llm_tokenizer *t, llm_string *table) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.precompiled_charsmap");
     table->data = value ? (const char *)value->data : NULL;
@@ -11312,7 +11313,7 @@ static bool llm__add_step(llm_tokenizer *t, llm_string line) {
     return step->normalizer != NULL;
 }
 
-/* Is the name one of the rule's, which have spaces between them? */
+/* Is the name in the rule's list, which is separated by spaces? */
 static bool llm__is_rule(const struct llm__rule *rule, llm_string name) {
     for (const char *at = rule->names; *at; at += strcspn(at, " "), at += *at == ' ') {
         llm_string one = {at, strcspn(at, " ")};
@@ -11334,7 +11335,7 @@ static bool llm__joins_spaces(const llm_tokenizer *t) {
     return false;
 }
 
-/* Read the steps, and what their name implies. */
+/* Read the file's steps or, if it has none, the rule's; and flags. */
 static bool llm__load_steps(llm_tokenizer *t, const struct llm__rule *rule) {
     const llm_value *steps = llm_file_find(t->file, "tokenizer.llm.steps");
     llm_string line;
@@ -11365,7 +11366,7 @@ static bool llm__load_steps(llm_tokenizer *t, const struct llm__rule *rule) {
            llm__add_step(t, llm__string("Isolated \u2581+[^\u2581]*|[^\u2581]+"));
 }
 
-/* Read the kind of the vocabulary and, if it has one, its rule for words. */
+/* Read the vocabulary's kind and, if it has one, the rule that splits words. */
 static bool llm__load_model(llm_tokenizer *t, const struct llm__rule **rule) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.pre");
     llm_string model = {"", 0}, name = {"gemma4", 6};
@@ -11488,11 +11489,11 @@ llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
 }
 
 /* ---- tokenizer.json ----
- * Hugging Face's format: a vocabulary, merges, and the steps normalizer, pre_tokenizer, model,
- * post_processor and decoder. The result is a list of GGUF values. A setting without a key in GGUF
- * gets one of these, after "tokenizer.llm.":
+ * Hugging Face's format: a vocabulary, merges, and five stages: normalizer, pre_tokenizer, model,
+ * post_processor and decoder. It is translated to GGUF values. A setting without a key in GGUF gets
+ * one of these, after "tokenizer.llm.":
  *
- *     steps                     see above; if tokenizer.ggml.pre does not imply them
+ *     steps                     see above; absent if tokenizer.ggml.pre implies them
  *     ignore_merges             bool, likewise
  *     merges                    merges of a "llama" vocabulary, used instead of scores
  *     drops_space               decoding removes the leading space
@@ -11509,7 +11510,7 @@ typedef struct llm__vocabulary {
     uint8_t *strips;         /* (size) bits: 1 strips white space before the token, 2 after it */
     double *scores;          /* (size) of Unigram */
     uint64_t size, n_steps;  /* number of ids, used and unused; of steps */
-    llm__bytes steps, ids;   /* steps as GGUF has strings; an int32_t list being built */
+    llm__bytes steps, ids;   /* steps: strings as in GGUF; ids: a list of int32_t being built */
     /* escapes: spaces become U+2581; byte_fallback: the tokens <0x00> to <0xFF> are bytes;
      * rewrites: a normalizer does more than NFC and escaping */
     bool unigram, byte_level, spelled, escapes, byte_fallback, rewrites, drops_space, adds_bos,
@@ -11541,7 +11542,7 @@ static bool llm__replaces(const llm_json_node *node, const char *pattern, const 
            llm_json_is(llm_json_member(node, "content"), content);
 }
 
-/* Add a step: its name, a text, and a pattern, in which a plain text is escaped (NULL: none). */
+/* Add a step with this name, text and pattern (NULL: none). A literal pattern is escaped. */
 static bool llm__put_step(llm__vocabulary *v, const char *name, llm_string text,
                           const llm_json_node *pattern) {
     const llm_json_node *literal = llm_json_member(pattern, "String");
@@ -11570,7 +11571,7 @@ static bool llm__put_line(llm__vocabulary *v, const char *line) {
     return llm__put_step(v, line, llm__string(""), NULL);
 }
 
-/* Read the step or, if it is a Sequence, its steps in the array `key`. */
+/* Read the step or, if it is a Sequence, the steps in its array `key`. */
 static bool llm__read_steps(llm__vocabulary *v, const llm_json_node *node, const char *key,
                             bool (*read)(llm__vocabulary *, const llm_json_node *)) {
     const llm_json_node *steps = llm_json_member(node, key);
@@ -11581,7 +11582,7 @@ static bool llm__read_steps(llm__vocabulary *v, const llm_json_node *node, const
     return true;
 }
 
-/* Write the table, which is in base64. */
+/* Decode the base64 table and write it. */
 static bool llm__put_charsmap(llm__vocabulary *v, llm_string text) {
     uint32_t bits = 0;
     uint8_t *table = (uint8_t *)llm__new(text.length / 4 + 1, 3, "the tokenizer", v->in.error);
@@ -11754,7 +11755,7 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
     if (llm__is_on(token, "single_word", false))
         return llm__unsupported(&v->in, "the added token '%s' is single_word, which is not "
                                 "supported", llm__show(text).text);
-    /* Hugging Face would search for the token as it is after the normalizer, in such a text. */
+    /* Hugging Face's library would search normalized text for the normalized token. */
     if (kind == LLM__TOKEN_USER && v->rewrites && llm__is_on(token, "normalized", true))
         return llm__unsupported(&v->in, "the added token '%s' is normalized, which is not "
                                 "supported after Prepend and the like", llm__show(text).text);
@@ -11775,8 +11776,8 @@ static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text,
     return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
 }
 
-/* decoder: added tokens in tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder:
- * added_tokens.json, written by older tools, {"<|x|>": 96}. */
+/* Read added tokens from the folder's other files. decoder: in tokenizer_config.json, {"96":
+ * {"content": "<|x|>", ...}}. encoder: added_tokens.json, written by older tools, {"<|x|>": 96}. */
 static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder,
                              const llm_json_node *encoder) {
     uint64_t first = v->size, end;
@@ -11905,7 +11906,7 @@ static bool llm__put_merges(llm__vocabulary *v, const llm_json_node *merges) {
     return true;
 }
 
-/* Are the steps those of the rule? An NFC in front is worth 1, all others 2. */
+/* Compare the steps with the rule's. 0: different; 2: equal but for a leading NFC; 3: equal. */
 static int llm__match_rule(const llm__vocabulary *v, const struct llm__rule *rule) {
     const char *const *step = rule->steps, *const *end = step + 6;
     int same = 1;
@@ -11919,7 +11920,7 @@ static int llm__match_rule(const llm__vocabulary *v, const struct llm__rule *rul
     return step == end || !*step ? 2 + same : 0;
 }
 
-/* Write GGUF's name of the rule that is most like ours, and what it does not imply. */
+/* Write GGUF's name for the rule closest to these steps, and what it does not imply. */
 static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
     const struct llm__rule *rule = llm__rules, *best = NULL;
     int fit = 0, most = 0;
@@ -12191,7 +12192,7 @@ typedef struct llm__known_word { /* a short word and its tokens */
     int32_t ids[8];          /* (n_ids) its tokens */
 } llm__known_word;
 
-typedef struct llm__work {   /* of one step */
+typedef struct llm__work {   /* scratch of one step */
     llm__matcher matcher;
     llm__bytes text;         /* the text as the step rewrote it */
 } llm__work;
@@ -12220,7 +12221,7 @@ static void llm__emit(llm__tokenizing *z, int32_t id) {
     z->n_ids++;
 }
 
-/* Is a joined before b? With equal costs, the left one is. */
+/* Is a joined before b? Of equal costs, the left one is. */
 static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
     return a->cost < b->cost || (a->cost == b->cost && a->left < b->left);
 }
@@ -12272,8 +12273,8 @@ static bool llm__consider(llm__tokenizing *z, int32_t left) {
     return c.result < 0 || llm__heap_push(z, c);
 }
 
-/* Join neighbours, the best pair first. A candidate whose symbols have changed since the push is
- * stale: they only grow, so its length is wrong. */
+/* Join neighbours, the best pair first. A candidate is stale if its symbols have changed since the
+ * push: they only grow, so its length no longer matches. */
 static bool llm__merge(llm__tokenizing *z) {
     z->n_heap = 0;
     for (int32_t i = 0; i < z->n_symbols; i++)
@@ -12361,8 +12362,9 @@ static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     return true;
 }
 
-/* Cut the word into the tokens with the highest sum of scores (Unigram, by Viterbi's algorithm):
- * entry i of the heap is the best path to byte i: its cost, its last token and where that starts */
+/* Cut the word into the tokens with the highest sum of scores (Unigram, by Viterbi's algorithm).
+ * Entry i of the heap is the best path to byte i: its cost, its last token and that token's
+ * start. */
 static bool llm__add_best_path(llm__tokenizing *z, size_t n) {
     const llm_tokenizer *t = z->t;
     while ((size_t)z->heap_capacity <= n)
@@ -12407,7 +12409,7 @@ static int32_t llm__find_word(const llm_tokenizer *t, const uint8_t *word, size_
     return llm__find_piece(t, (const uint8_t *)spelled, (int32_t)length);
 }
 
-/* Emit the tokens of a word. Those of short words are kept for the next time. */
+/* Emit the tokens of a word. Those of short words are cached. */
 static bool llm__tokenize_word(llm__tokenizing *z, const uint8_t *word, size_t n) {
     llm__known_word *known = NULL;
     if (n <= sizeof known->text)
@@ -12436,7 +12438,7 @@ static bool llm__tokenize_word(llm__tokenizing *z, const uint8_t *word, size_t n
 
 /* ---- Running the steps ---- */
 
-enum { LLM__AT_START = 1, LLM__AFTER_CONTROL = 2 }; /* bits: where a text begins */
+enum { LLM__AT_START = 1, LLM__AFTER_CONTROL = 2 }; /* bits: what is before a text */
 
 static bool llm__run_steps(llm__tokenizing *z, int64_t i, const uint8_t *text, size_t n,
                            unsigned where);
@@ -12453,13 +12455,13 @@ static llm__matcher *llm__matcher_begin(llm__tokenizing *z, int64_t i, const uin
     return m;
 }
 
-/* Split the text by step i, and run the steps after it on each piece. A piece is open while the
- * next part, a match or the text before one, may join it. */
+/* Split the text by step i, and run the later steps on each piece. Parts are matches and the texts
+ * between them; a part may join the piece before it. */
 static bool llm__split(llm__tokenizing *z, int64_t i, const uint8_t *text, size_t n,
                        unsigned where) {
     const llm__text_step *step = &z->t->steps[i];
     llm__matcher *m = llm__matcher_begin(z, i, text, n);
-    int32_t piece = 0, at = 0, after = -1, part[3] = {0, 0, 0}; /* part: borders of the parts */
+    int32_t piece = 0, at = 0, after = -1, part[3] = {0, 0, 0}; /* part: text, match, end */
     bool was_match = false, drops = false, found = true;
     for (; found; at = after = part[2]) {
         part[0] = part[1] = at;
@@ -12498,7 +12500,7 @@ static bool llm__replace(llm__tokenizing *z, int64_t i, const uint8_t *text, siz
     return !m->failed && llm__append(out, text + at, n - (size_t)at, z->err);
 }
 
-/* Where a character may be in a grapheme cluster: 0 alone, 1 in front, 2 at the end (marks). */
+/* A character's place in a grapheme cluster: 0 alone, 1 base, 2 after a base (marks). */
 static int llm__place_in_cluster(const llm__unicode *u, uint32_t c) {
     if (c == 0x200C || c == 0x200D) return 2;
     if (c >= LLM__UTF8_INVALID) return 0;
@@ -12506,10 +12508,10 @@ static int llm__place_in_cluster(const llm__unicode *u, uint32_t c) {
     return category == 6 ? 2 : category > 0;
 }
 
-/* Replace each longest text that the table knows, as SentencePiece does; or, as in Hugging Face's
- * library, a character and its marks by what the table has for the shortest text they begin with,
- * if they have less than 6 bytes. The table's trie is a double array of the library Darts-clone: a
- * child of a node is at the node's offset ^ a byte, which is in its low 8 bits. */
+/* Replace the longest match in the table, as SentencePiece does. Inverted, as in Hugging Face's
+ * library: replace a character and its marks by the table's entry for their shortest prefix, or the
+ * character alone if they have 6 bytes or more. The trie is a double array as in Darts-clone: the
+ * child for a byte is at node ^ offset ^ byte, and holds the byte in its low 8 bits. */
 static bool llm__replace_mapped(llm__tokenizing *z, const llm__text_step *step,
                                 const uint8_t *text, size_t n, llm__bytes *out) {
     const llm__unicode *u = z->t->unicode;
@@ -12538,7 +12540,7 @@ static bool llm__replace_mapped(llm__tokenizing *z, const llm__text_step *step,
             if (!(unit & 0x100) || leaf >= count) continue;
             leaf = 4 + 4 * count + (llm__charsmap_unit(table, 1 + leaf) & 0x7FFFFFFF);
             llm_string found = llm__string(leaf < table.length ? table.data + leaf : "");
-            if (leaf >= table.length || found.length > 255) break; /* real ones have up to 60 */
+            if (leaf >= table.length || found.length > 255) break; /* real ones have at most 60 */
             with = found;
             length = step->inverted ? most : i + 1 - at;
             if (step->inverted) break;
@@ -12554,7 +12556,7 @@ static bool llm__rewrite(llm__tokenizing *z, const llm__text_step *step, const u
     bool lowers = step->kind == LLM__STEP_LOWERCASE, spells = !lowers && !step->inverted;
     for (size_t at = 0, length; at < n; at += length) {
         uint32_t c, limit = lowers ? LLM__UTF8_INVALID : 324;
-        char utf8[6] = "i\xCC\x87"; /* lower case of U+0130, the only one that is two characters */
+        char utf8[6] = "i\xCC\x87"; /* lower case of U+0130, the only one with two characters */
         length = llm__utf8(text + at, n - at, &c);
         if (spells) length = 1, c = text[at];
         llm_string with = {(const char *)text + at, length};
@@ -12785,7 +12787,7 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
     }
 }
 
-/* At the start of a text, does decoding remove this token's space, which llm_tokenize added? */
+/* Does decoding remove this token's space, which llm_tokenize added, at the start of a text? */
 static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
     return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
@@ -12818,7 +12820,7 @@ int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n
     return *text ? llm_detokenize(t, ids, n, *text, (size_t)bytes, err) : -1;
 }
 
-/* The input is up to 3 held bytes and a token. Each byte can become U+FFFD, of 3 bytes. */
+/* The input is up to 3 held bytes and a token. Each byte can become U+FFFD, which has 3 bytes. */
 size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
 
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
@@ -12856,14 +12858,14 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
  * template, a program in the language Jinja. This interpreter has the semantics of jinja2's sandbox
  * under transformers' settings. There is no syntax tree: a template is evaluated while it is read.
  * A loop reads its body once per element, a macro is a place in the template, and an expression
- * that does not count is read with `live` off. An error ends the interpreter with longjmp.
+ * whose value is not needed is read with `live` off. An error ends the interpreter by longjmp.
  *
- * Each byte of a string carries its origin: 1, the template; 0, a message. Special tokens are
+ * Each byte of a string carries its origin: 1 the template, 0 a message. Special tokens are
  * recognized only where all bytes are the template's. So a message cannot end itself and pose as
  * another speaker. (Marks that are not tokens, such as Zephyr's "<|user|>", can be forged.) */
 
 enum {
-    LLM__TEMPLATE_STEPS = 30000000,  /* parts of the template read, and bytes / 64 handled */
+    LLM__TEMPLATE_STEPS = 30000000,  /* template parts read, plus bytes / 64 handled */
     LLM__TEMPLATE_MEMORY = 1 << 28,  /* bytes */
     LLM__TEMPLATE_DEPTH = 200        /* nested blocks, calls, brackets and lists */
 };
@@ -12874,12 +12876,12 @@ typedef enum llm__kind {
 } llm__kind;
 
 typedef struct llm__value {
-    uint8_t kind, origin; /* of a number; 0: macro that is the body of a `call`; 2: `safe` string */
-    uint32_t length;      /* bytes of text; of a macro: its place in the template */
+    uint8_t kind, origin; /* of a number; macro: 0 for the body of a `call`; string: 2 for `safe` */
+    uint32_t length;      /* bytes of text; of a macro: its offset in the template */
     union {
         int64_t i;
         double f;
-        const char *text;       /* string, or name of what is undefined */
+        const char *text;       /* string, or name of an undefined variable */
         struct llm__list *list; /* a macro's scope; a function's name and object */
     };
     const uint8_t *from; /* (length) origins of a string's bytes */
@@ -12888,22 +12890,22 @@ typedef struct llm__value {
 typedef struct llm__list { /* dicts and scopes: key, value, key, value ... */
     llm__value *items;
     int64_t n, capacity;
-    struct llm__list *more; /* of a scope: the enclosing one; of arguments: those with a keyword */
+    struct llm__list *more; /* scope: the enclosing one; arguments: the keyword arguments */
 } llm__list;
 
 typedef struct llm__jinja {
     jmp_buf failed;
-    llm_status status;           /* of the next error */
+    llm_status status;           /* status of the next error */
     llm_error *err;
-    const char *name;            /* of the template */
-    const char *text;            /* (length) template */
+    const char *name;            /* name of the template, for errors */
+    const char *text;            /* at: next byte; longest: bytes of the longest message */
     size_t length, at, longest;  /* at: next byte; longest: of messages, in bytes */
-    uint32_t *ends;              /* (length + 1) of a body, or `if` of an expression, from here */
-    const uint8_t *ones, *zeros; /* origins of literals and messages */
-    bool live;                   /* whether expressions count */
+    uint32_t *ends;              /* (length + 1) what llm__skip_body or llm__evaluate found */
+    const uint8_t *ones, *zeros; /* ones: origins of literals; zeros: of messages */
+    bool live;                   /* false: expressions are read without being evaluated */
     char leaving;                /* 'b': a break is under way; 'c': a continue */
     int depth;
-    size_t steps, memory;        /* what is left */
+    size_t steps, memory;        /* left until the limits */
     void *blocks;                /* memory of all values: a list of blocks */
     char *room;                  /* (n_room) free part of the first block */
     size_t n_room, n_out, capacity;
@@ -13047,7 +13049,7 @@ static bool llm__truth(llm__value v) {
 static bool llm__numeric(llm__value v) { return v.kind >= LLM__BOOL && v.kind <= LLM__FLOAT; }
 static double llm__real(llm__value v) { return v.kind == LLM__FLOAT ? v.f : (double)v.i; }
 
-/* Halt: v is undefined, or of a wrong kind for `what`. */
+/* Halt: v is undefined, or of the wrong kind for `what`. */
 LLM__NORETURN static void llm__mistyped(llm__jinja *j, llm__value v, const char *what) {
     static const char *const names[] = {"", "none", "a truth value", "a number", "a number", "text",
                                         "a list", "a dict", "a namespace", "a macro", "a function"};
@@ -13080,7 +13082,7 @@ static void llm__write_word(llm__jinja *j, const char *text) {
     llm__write(j, text, strlen(text), j->ones);
 }
 
-/* Take back what was written since n_out was `mark`, as a string. */
+/* Remove the output since n_out was `mark`, and return it as a string. */
 static llm__value llm__taken(llm__jinja *j, size_t mark) {
     size_t n = j->n_out - mark;
     char *text = (char *)llm__arena(j, 2 * n);
@@ -13139,7 +13141,7 @@ static void llm__write_real(llm__jinja *j, double x) {
     while (strtod(e, NULL) != x && ++precision < 17);
     const char *p = e;
     for (; *p && *p != 'e'; p++)
-        if (*p >= '0' && *p <= '9') digits[n++] = *p; /* the point depends on the locale */
+        if (*p >= '0' && *p <= '9') digits[n++] = *p; /* the point varies by locale */
     int exponent = *p ? atoi(p + 1) : 0;
     bool plain = exponent >= -4 && exponent < 16;
     int point = plain ? exponent : 0;
@@ -13153,7 +13155,7 @@ static void llm__write_real(llm__jinja *j, double x) {
     llm__write_word(j, *p ? text : e);
 }
 
-/* Write a string in quotes, as json.dumps() or (json false) repr() does. */
+/* Write a string in quotes, as json.dumps() or, if json is false, repr() does. */
 static void llm__write_quoted(llm__jinja *j, llm__value s, bool json, bool ascii) {
     static const char names[] = "\n\r\t\b\f", letters[] = "nrtbf";
     bool apostrophe = s.length && memchr(s.text, '\'', s.length) && !memchr(s.text, '"', s.length);
@@ -13163,7 +13165,7 @@ static void llm__write_quoted(llm__jinja *j, llm__value s, bool json, bool ascii
         uint32_t c = 0;
         char text[16];
         int length = 0;
-        for (n = 0; i + n < s.length; n++) { /* bytes that stay as they are */
+        for (n = 0; i + n < s.length; n++) { /* bytes that need no escape */
             c = (uint8_t)s.text[i + n];
             if (c < ' ' || c == (uint8_t)*quote || c == '\\' || (c == 0x7F && !json) ||
                 (c > 0x7E && ascii))
@@ -13190,7 +13192,7 @@ static void llm__write_quoted(llm__jinja *j, llm__value s, bool json, bool ascii
     llm__write_word(j, quote);
 }
 
-enum { LLM__STR = -2, LLM__LINE = -1, LLM__ASCII = 1 << 20 }; /* styles of writing; 0 ...: indent */
+enum { LLM__STR = -2, LLM__LINE = -1, LLM__ASCII = 1 << 20 }; /* styles; others: JSON indent */
 
 /* Write v like Python's str(), or as JSON. level: depth in lists and dicts. */
 static void llm__write_value(llm__jinja *j, llm__value v, int style, int level) {
@@ -13236,7 +13238,7 @@ static llm__value llm__as_text(llm__jinja *j, llm__value v) {
 
 /* ---- Functions, filters, methods and tests of templates ---- */
 
-/* Their names: f filters, t tests, g functions, s l d methods of strings, lists and dicts. */
+/* Names of f filters, t tests, g functions; s l d methods of strings, lists and dicts. */
 static const char *const llm__names[] = {
     ("f abs capitalize count d default dictsort first float indent int items join last length list "
     "lower map max min reject rejectattr replace reverse safe select selectattr sort string title "
@@ -13259,7 +13261,7 @@ static bool llm__has_name(char where, llm_string name) {
     return false;
 }
 
-/* -1, 0 or 1. fold: ASCII letters of both cases are equal. */
+/* Compare: -1, 0 or 1. fold: ignore the case of ASCII letters. */
 static int llm__order(llm__jinja *j, llm__value a, llm__value b, bool fold) {
     if (llm__numeric(a) && llm__numeric(b)) {
         double x = llm__real(a), y = llm__real(b);
@@ -13301,7 +13303,7 @@ static int64_t llm__position(llm__jinja *j, const llm__list *list, int64_t step,
     return -1;
 }
 
-/* What a loop goes through, as a list: elements, keys, characters. */
+/* What a loop iterates over, as a list: elements, keys or characters. */
 static llm__list *llm__elements(llm__jinja *j, llm__value v) {
     llm__list *list = v.kind == LLM__LIST ? v.list : llm__container(j, LLM__LIST).list;
     if (v.kind == LLM__STRING)
@@ -13350,7 +13352,7 @@ static llm__value llm__member(llm__jinja *j, llm__value v, llm__value key) {
     return llm__between(v, at, llm__next_character(v, at));
 }
 
-/* The attribute of a filter's argument: a number, or names with dots between them. */
+/* Follow a filter's `attribute` argument: an index, or names separated by dots. */
 static llm__value llm__by_path(llm__jinja *j, llm__value v, llm__value path) {
     if (path.kind != LLM__STRING) return path.kind == LLM__INT ? llm__member(j, v, path) : v;
     for (size_t at = 0, end; at <= path.length; at = end + 1) {
@@ -13361,7 +13363,7 @@ static llm__value llm__by_path(llm__jinja *j, llm__value v, llm__value path) {
     return v;
 }
 
-/* Read a decimal number: false if it is none. */
+/* Parse a decimal number; false: it is not one. */
 static bool llm__to_number(const char *text, size_t n, llm__value *v) {
     llm_json_node node = {text, (uint32_t)n, LLM_JSON_NUMBER, 1};
     size_t at = n && *text == '-', digits = at;
@@ -13393,7 +13395,7 @@ static llm__value llm__split_text(llm__jinja *j, llm__value s, llm__value by, in
     return list;
 }
 
-/* s.format(...): each {} or {name} stands for an argument. */
+/* s.format(...): {} is the next argument, {name} a keyword argument. */
 static llm__value llm__format(llm__jinja *j, llm__value s, const llm__list *args) {
     size_t mark = j->n_out;
     for (size_t i = 0, end, next = 0; i < s.length; i = end) {
@@ -13414,8 +13416,9 @@ static llm__value llm__format(llm__jinja *j, llm__value s, const llm__list *args
 static void llm__write_date(llm__jinja *j, llm__value format) {
     char f[100], text[200];
     struct tm tm;
-    /* Local time by mktime(), since localtime() is not thread-safe: it takes a time in UTC for a
-     * local one, which gives the difference. Another call is for a change of clocks in between. */
+    /* Local time without localtime(), which is not thread-safe: mktime() takes the UTC time for
+     * local time, and the difference is the offset from UTC. Another call handles an offset that
+     * changes in between. */
     time_t now = time(NULL), local = now, read = now;
     for (int i = 0; i < 3 && (!i || read != now); i++) {
         local += now - read;
@@ -13640,7 +13643,7 @@ static llm__value llm__apply(llm__jinja *j, char where, llm_string name, llm__va
         const llm__list *from = llm__elements(j, v);
         bool descends = LLM__IS("sort") && llm__truth(llm__argument(args, 0, "reverse"));
         list = llm__container(j, LLM__LIST);
-        for (int64_t i = 0, count = from->n; i < count; i++) { /* insert after equals */
+        for (int64_t i = 0, count = from->n; i < count; i++) { /* stable insertion sort */
             x = from->items[LLM__IS("reverse") ? count - 1 - i : i];
             s = llm__by_path(j, x, path);
             n = list.list->n;
@@ -13790,7 +13793,7 @@ static llm_string llm__expect_name(llm__jinja *j) {
     return name;
 }
 
-/* Whether the tag ends here: "%}" or "}}", maybe after a sign. */
+/* Whether the tag ends here: "%}" or "}}", optionally after a sign. */
 static bool llm__at_end(llm__jinja *j) {
     char c = llm__peek(j);
     size_t at = j->at + (c == '-' || c == '+');
@@ -13802,7 +13805,7 @@ static llm__value llm__evaluate(llm__jinja *j);
 static void llm__body(llm__jinja *j);
 static void llm__end_tag(llm__jinja *j, const char *end);
 
-/* Read elements up to `close`: of a list, or of a dict (":"), or arguments ("="). */
+/* Read elements up to `close`. form: 0 a list, ':' a dict, '=' arguments. */
 static llm__value llm__series(llm__jinja *j, const char *close, char form, llm__value list) {
     if (!list.list) list = llm__container(j, form == ':' ? LLM__DICT : LLM__LIST);
     if (form == '=') list.list->more = llm__container(j, LLM__DICT).list;
@@ -13827,7 +13830,7 @@ static llm__value llm__series(llm__jinja *j, const char *close, char form, llm__
     return list;
 }
 
-/* Read an escape in a string, as Python does: an unknown one stands for itself. */
+/* Read an escape in a string, as Python does: an unknown one is kept as it is. */
 static void llm__write_escape(llm__jinja *j) {
     static const char names[] = "nrtbfva\\'\"\n", meanings[] = "\n\r\t\b\f\v\a\\'\"";
     char c = j->text[j->at + 1], text[4] = {'\\', c};
@@ -13907,7 +13910,7 @@ static llm__value llm__primary(llm__jinja *j) {
     return v;
 }
 
-/* Run a macro or the body of a `call`: its parameters, in brackets, and then its body. */
+/* Run a macro or the body of a `call`: read its parameters, then run its body. */
 static llm__value llm__call_macro(llm__jinja *j, llm__value macro, const llm__list *args) {
     size_t back = j->at, mark;
     llm__list *scope = j->scope;
@@ -13935,7 +13938,7 @@ static llm__value llm__call_macro(llm__jinja *j, llm__value macro, const llm__li
         }
     if (n < args->n || used < args->more->n / 2) llm__halt(j, "a call with an unknown argument");
     j->live = macro.origin != 0;
-    if (!j->live) llm__evaluate(j); /* that of the `call` */
+    if (!j->live) llm__evaluate(j); /* skip the expression of the `call` */
     j->live = true;
     llm__end_tag(j, "%}");
     mark = j->n_out;
@@ -13949,7 +13952,7 @@ static llm__value llm__call_macro(llm__jinja *j, llm__value macro, const llm__li
 
 static llm__value llm__call(llm__jinja *j, llm__value f) {
     llm__value caller = j->caller, none = llm__made(LLM__NONE, 0);
-    if (j->live) j->caller.kind = LLM__UNDEFINED; /* it is for the outermost call */
+    if (j->live) j->caller.kind = LLM__UNDEFINED; /* only the outermost call gets it */
     none.list = NULL;
     llm__list *args = llm__series(j, ")", '=', none).list;
     if (!j->live) return f;
@@ -14032,7 +14035,7 @@ static llm__value llm__filter_next(llm__jinja *j, char where, llm__value v) {
     return j->live ? llm__apply(j, where, name, v, args.list) : v;
 }
 
-/* A value with its sign and what comes after it. filters: and its filters and tests. */
+/* A value with its sign and postfixes and, if `filters`, its filters and tests. */
 static llm__value llm__operand(llm__jinja *j, bool filters) {
     llm__value v;
     bool minus = llm__got(j, "-");
@@ -14054,7 +14057,7 @@ static llm__value llm__operand(llm__jinja *j, bool filters) {
     return v;
 }
 
-/* The operators, after the level of their precedence. */
+/* Each operator, after its precedence. */
 static const char *const llm__operators[] = {"1or", "2and", "4==", "4!=", "4<=", "4>=", "4<", "4>",
                                              "4in", "4not", "5+", "5-", "6~", "8**", "7*", "7//",
                                              "7/", "7%"};
@@ -14101,7 +14104,7 @@ static llm__value llm__calculate(llm__jinja *j, const char *sign, llm__value a, 
     return v;
 }
 
-/* Operators of at least this level, by precedence climbing. */
+/* Read operators of at least this level, by precedence climbing. */
 static llm__value llm__operation(llm__jinja *j, int level) {
     const int n = sizeof llm__operators / sizeof *llm__operators;
     llm__value v, last = llm__made(LLM__UNDEFINED, 0); /* right side of the last comparison */
@@ -14141,12 +14144,12 @@ static llm__value llm__operation(llm__jinja *j, int level) {
     return v;
 }
 
-/* A value with an optional inline `if`, which decides before the value in front of it is used. */
+/* A value with an optional inline `if`. The condition is evaluated first, then the chosen value. */
 static llm__value llm__evaluate(llm__jinja *j) {
     llm__value v = llm__made(LLM__UNDEFINED, 0);
     bool live = j->live, holds = true;
     if (!llm__peek(j)) llm__unexpected(j, "a value");
-    uint32_t *condition = &j->ends[j->at]; /* where it is; 1: there is none; 0: unknown */
+    uint32_t *condition = &j->ends[j->at]; /* where the condition is; 1: none; 0: not known yet */
     size_t start = j->at, after = 0;
     if (!live || !*condition) {
         j->live = false;
@@ -14178,7 +14181,7 @@ static llm__value llm__evaluate(llm__jinja *j) {
 
 /* ---- Statements of templates ---- */
 
-/* After a tag, drop all white space (sign '-') or, after a block ('%') or comment, a line end. */
+/* After a tag, drop all white space (sign '-') or, after a block ('%') or comment, a newline. */
 static void llm__after_tag(llm__jinja *j, char sign, char kind) {
     llm__value rest = llm__view(j->text + j->at, j->length - j->at, j->ones);
     if (sign == '-') j->at = j->length - llm__strip(j, rest, llm__made(LLM__NONE, 0), 1).length;
@@ -14193,7 +14196,7 @@ static void llm__end_tag(llm__jinja *j, const char *end) {
     llm__after_tag(j, sign, *end);
 }
 
-/* Write (emits) the text up to the next tag, and enter it. Returns '%' or '{', or 0 at the end. */
+/* Enter the next tag; if `emits`, write the text before it. Returns '%', '{' or, at the end, 0. */
 static char llm__next_tag(llm__jinja *j, bool emits) {
     for (bool raw = false;;) {
         size_t begin = j->at, tag = begin, line;
@@ -14272,7 +14275,7 @@ static void llm__skip_body(llm__jinja *j) {
     j->at = *end;
 }
 
-/* From the end of a tag, run a body in a scope of its own up to this word, and return its text. */
+/* After a tag: run the body up to the word `end` in a new scope, and return its text. */
 static llm__value llm__block(llm__jinja *j, const char *end) {
     llm__list *scope = j->scope;
     size_t mark = j->n_out;
@@ -14371,7 +14374,7 @@ static void llm__run_if(llm__jinja *j) {
     if (!j->leaving) llm__expect(j, "endif");
 }
 
-/* The text of the body after this tag, after the filters that it names. */
+/* Run the body after this tag, and apply the tag's filters to its text. */
 static llm__value llm__filtered(llm__jinja *j, const char *end) {
     llm__peek(j);
     size_t start = j->at;
@@ -14553,7 +14556,7 @@ llm_string llm_chat_template_source(const llm_tokenizer *t, const llm_chat_optio
     return none;
 }
 
-/* A value from JSON, or undefined. message: it is one; the usual names of its role count as the
+/* Convert a JSON value; NULL becomes none. message: it is a message; the usual roles count as the
  * template's text, since some templates make special tokens of them. */
 static llm__value llm__from_json(llm__jinja *j, const llm_json_node *node, bool message) {
     llm__value v = llm__made(LLM__NONE, 0);
@@ -14580,8 +14583,8 @@ static llm__value llm__from_json(llm__jinja *j, const llm_json_node *node, bool 
     return v;
 }
 
-/* Run the template. json: messages (or NULL: messages are in `given`), tools, documents and
- * variables. False: an error. */
+/* Run the template; false: an error. json: messages (or NULL: they are in `given`), tools,
+ * documents and variables. */
 static bool llm__run_template(llm__jinja *j, const llm_tokenizer *t,
                               const llm_chat_options *options, llm_string source,
                               const llm_message *given, int n, const llm_json *json) {
@@ -14706,7 +14709,7 @@ static int64_t llm__chat_ids(llm__jinja *j, bool ok, const llm_tokenizer *t, int
                              int64_t capacity, int32_t **owned, llm_error *err) {
     llm__range *trusted = NULL;
     int64_t count = -1, n = 0, room = 0;
-    for (size_t i = 0, begin; ok && i < j->n_out; i++) { /* the runs of the template's bytes */
+    for (size_t i = 0, begin; ok && i < j->n_out; i++) { /* runs of the template's bytes */
         for (begin = i; i < j->n_out && j->out_from[i];) i++;
         if (i == begin) continue;
         if (!(ok = llm__grow(&trusted, n, &room, sizeof *trusted, "a conversation", err))) break;
@@ -14765,7 +14768,7 @@ int64_t llm_chat_tokenize_json(const llm_tokenizer *t, const llm_chat_options *o
     return llm__chat_ids(&j, ok, t, NULL, 0, ids, err);
 }
 
-/* Render an answer, and look at what comes after it. */
+/* Render a conversation and look at what follows the answer. */
 size_t llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options, char *text,
                      size_t capacity) {
     const llm_message messages[] = {{LLM_ROLE_USER, "?", 1}, {LLM_ROLE_ASSISTANT, "answer", 6},
