@@ -6528,15 +6528,15 @@ static int llm__compare_strings(const llm_string *a, const llm_string *b) {
     return order ? order : (a->length > b->length) - (a->length < b->length);
 }
 
-/* Equal names are ordered by address, so that qsort is deterministic. */
+/* Equal names are ordered by address, to make qsort deterministic. */
 static int llm__compare_names(const void *a, const void *b) {
     const llm_string *x = *(const llm_string *const *)a, *y = *(const llm_string *const *)b;
     int order = llm__compare_strings(x, y);
     return order ? order : (x > y) - (x < y);
 }
 
-/* Return pointers to `count` records of `stride` bytes, sorted by name (their first member). If two
- * names are equal, the error is "<two> called 'NAME'". */
+/* Return pointers to `count` records of `stride` bytes, sorted by name (their first member). For
+ * equal names, the error is "<two> called 'NAME'". */
 static const llm_string **llm__index(const llm_file *file, const void *items, int64_t count,
                                      size_t stride, const char *two) {
     const llm_string **index = (const llm_string **)llm__new((size_t)count, sizeof *index,
@@ -6569,8 +6569,8 @@ static const void *llm__find_name(const llm_string *const *index, int64_t count,
 
 /* ---- Growing arrays ---- */
 
-/* Make room for one more record. list: the address of the pointer to the records. The capacity
- * doubles; counts in a header may be false. New memory is not zeroed, so that unused pages cost
+/* Make room for one more record. list: address of the pointer to the records. The capacity doubles,
+ * since counts in a header cannot be trusted. New memory is not zeroed: unused pages cost
  * nothing. */
 static bool llm__grow(void *list, int64_t count, int64_t *capacity, size_t size, const char *what,
                       llm_error *err) {
@@ -6717,7 +6717,7 @@ static bool llm__unsupported_type(const llm_file *file, llm_string tensor, uint3
                             llm__show(tensor).text, type, (int)strcspn(name, " "), name, known);
 }
 
-/* False if no tensor of this type can have these dimensions. */
+/* False: no tensor of this type can have these dimensions. */
 static bool llm__tensor_bytes(const llm_type_info *info, const uint64_t dims[4], uint64_t *bytes) {
     uint64_t values = 1;
     if (dims[0] % (uint64_t)info->block_values) return false;
@@ -6770,7 +6770,6 @@ static int llm__compare_places(const void *a, const void *b) {
     return (p > q) - (p < q);
 }
 
-/* No two tensors may share bytes. */
 static bool llm__check_overlap(const llm_file *file) {
     size_t n = (size_t)file->n_tensors;
     const llm_tensor **order = (const llm_tensor **)llm__new(n, sizeof *order, "the tensors' order",
@@ -6819,7 +6818,7 @@ static bool llm__place_tensors(llm__reader *r) {
     return llm__check_overlap(file);
 }
 
-/* Git without LFS checks out a few lines of text in place of a large file. */
+/* Is this the short text that Git without LFS checks out in place of a large file? */
 static bool llm__is_pointer(const void *data, uint64_t size) {
     static const char beginning[] = "version https://git-lfs";
     return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
@@ -6914,8 +6913,8 @@ static bool llm__add_memory(llm_file *file, void *memory) {
     return true;
 }
 
-/* read: llm__read_header or llm__read_safetensors; NULL: nothing is read. Takes ownership of
- * `data`, even on failure. */
+/* read: llm__read_header, llm__read_safetensors or NULL (no header). Takes ownership of `data`,
+ * even on failure. */
 static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory,
                                   const char *name, bool (*read)(llm__reader *), llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
@@ -6984,8 +6983,8 @@ static bool llm__read_split_keys(const llm_file *file, llm__split_keys *split) {
                     known ? "has no split.tensors.count" : "split.no does not say which");
 }
 
-/* Open part `number` of a model, and check that it is that part. ending: the place in `path` for
- * the end of its name. split: the keys of another part, which must agree */
+/* Open part `number` of a model and check that it is that part. ending: where the end of the name
+ * begins in `path`. split: the keys of another part, which must agree. */
 static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_keys *split,
                                      unsigned number, llm_error *err) {
     llm_error why;
@@ -7013,7 +7012,7 @@ static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_
     return NULL;
 }
 
-/* Copy the tensors of all parts to the file's own list. two: see llm__index */
+/* Copy the tensors of all parts to the file's own list. two: see llm__index. */
 static bool llm__file_join(llm_file *file, const char *two) {
     int64_t n = file->n_tensors;
     for (int64_t i = 0; i < file->n_parts; i++) n += file->parts[i]->n_tensors;
@@ -7047,7 +7046,7 @@ static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
                               "the others can be found in the same folder",
                         number + 1, count, ending);
     }
-    if (good && number > 0) { /* the first has the metadata */
+    if (good && number > 0) { /* the metadata is in the first */
         llm_file_close(file);
         file = llm__file_part_open(path, end, &split, 0, err);
         good = file != NULL;
@@ -7181,7 +7180,7 @@ static bool llm__value_number(const llm_value *value, uint64_t index, llm__numbe
     return true;
 }
 
-/* Read a whole number. False: it is not whole, or exceeds 64 bits. */
+/* Read a whole number. False: not whole, or over 64 bits. */
 static bool llm__value_whole(const llm_value *value, uint64_t index, llm__number *n) {
     if (!llm__value_number(value, index, n)) return false;
     if (!n->fraction) return true;
@@ -7324,7 +7323,7 @@ static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
     return true;
 }
 
-/* Read the code point after "\u". Above U+FFFF it is two escapes, a "surrogate pair". */
+/* Read the code point after "\u". Above U+FFFF, it consists of two escapes, a "surrogate pair". */
 static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
     size_t start = p->at - 2;
     uint32_t low = 0;
@@ -7351,7 +7350,7 @@ static size_t llm__put_utf8(uint32_t code, char *out) {
     return length;
 }
 
-/* Decode the escape after a backslash. *out is in text already read, so there is room. */
+/* Decode the escape after a backslash. *out is in text that has been read, so there is room. */
 static bool llm__json_escape(llm__json_parser *p, char **out) {
     static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
     int c = llm__json_peek(p);
@@ -7365,7 +7364,8 @@ static bool llm__json_escape(llm__json_parser *p, char **out) {
     return true;
 }
 
-/* Length of the literal bytes from here, up to a '"', '\\', control character or invalid UTF-8. */
+/* Count the bytes from here that need no decoding: no '"', '\\', control character or invalid
+ * UTF-8. */
 static size_t llm__json_plain(const llm__json_parser *p) {
     const uint8_t *start = (const uint8_t *)p->json->text + p->at,
                   *end = start + (p->length - p->at), *at = start;
@@ -7599,7 +7599,7 @@ bool llm_json_f64(const llm_json_node *node, double *out) {
         if (*s == '.') point = true;
         else if (digits < UINT64_MAX / 10 - 1)
             digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
-        else exponent += !point; /* a digit beyond the precision */
+        else exponent += !point; /* digit beyond the precision */
     }
     if (s < end && (*++s == '-' || *s == '+')) down = *s++ == '-';
     for (; s < end; s++) written = written < 100000000 ? written * 10 + (*s - '0') : written;
@@ -7818,7 +7818,6 @@ static void llm__note_string(llm__metadata *m, const char *key, llm_string x) {
     llm__note_text(m, x);
 }
 
-/* bytes: size of all n elements. */
 static void llm__note_array(llm__metadata *m, const char *key, llm_value_type element,
                             const void *x, uint64_t n, size_t bytes) {
     llm__note_key(m, key, LLM_VALUE_ARRAY, element, n);
@@ -7856,7 +7855,7 @@ static const llm_value *llm__model_value(llm__loader *l, const char *name) {
     return llm_file_find(l->file, l->key);
 }
 
-/* Read an integer from 1 to INT32_MAX. An absent key gives `fallback`, or an error if that is 0. */
+/* Read an integer from 1 to INT32_MAX. An absent key gives `fallback`; 0: an error. */
 static bool llm__model_int(llm__loader *l, const char *name, int64_t fallback, int *out) {
     const llm_value *value = llm__model_value(l, name);
     uint64_t x = (uint64_t)fallback;
@@ -7905,7 +7904,6 @@ static bool llm__is_listed(llm_string word, const char *list) {
     return false;
 }
 
-/* Is the option off: false, 0 or an empty string? */
 static bool llm__is_off(const llm_value *value) {
     double x;
     llm_string s;
@@ -7915,8 +7913,7 @@ static bool llm__is_off(const llm_value *value) {
     return llm_value_f64(value, 0, &x) && x == 0;
 }
 
-/* Refuse an option of the architecture that is unknown, unless it is off: it may change the
- * result. */
+/* Refuse an unknown option of the architecture unless it is off: it may change the result. */
 static bool llm__model_known_keys(llm__loader *l) {
     static const char known[] = /* tensor_data_layout matters to converters only */
         "block_count context_length embedding_length feed_forward_length vocab_size "
@@ -7947,11 +7944,10 @@ static bool llm__model_known_keys(llm__loader *l) {
     return true;
 }
 
-/* Read the RoPE scaling, which extends the model's context. */
 static bool llm__model_scaling(llm__loader *l) {
     llm_config *c = &l->model->config;
     const llm_value *type = llm__model_value(l, "rope.scaling.type");
-    llm_string name = {"linear", 6}; /* the default if there is only a factor */
+    llm_string name = {"linear", 6}; /* default, if there is only a factor */
     size_t cursor = 0;
     int stated = 0;
     if (type && !llm_value_string(type, &cursor, &name))
@@ -7980,7 +7976,7 @@ static bool llm__model_scaling(llm__loader *l) {
     return true;
 }
 
-/* Find an array with a boolean for each layer. *flags is NULL if the key is absent. */
+/* Find an array of one boolean per layer. *flags is NULL if the key is absent. */
 static bool llm__model_flags(llm__loader *l, const char *name, const llm_value **flags) {
     const int n = l->model->config.n_layers;
     *flags = llm__model_value(l, name);
@@ -7995,7 +7991,7 @@ static bool llm__model_flags(llm__loader *l, const char *name, const llm_value *
     return true;
 }
 
-/* Find out how layers differ: which have a window, and which have RoPE. */
+/* Read which layers have a window and which have RoPE. */
 static bool llm__model_layers(llm__loader *l) {
     llm_config *c = &l->model->config;
     const llm__architecture *a = l->model->architecture;
@@ -8033,7 +8029,7 @@ static bool llm__model_layers(llm__loader *l) {
            llm__model_float(l, "rope.freq_base_swa", base, &c->local_rope_base);
 }
 
-/* Read how many experts there are, how many serve a token, and their width. */
+/* Read the number of experts, how many a token uses, and their width. */
 static bool llm__model_expert_counts(llm__loader *l) {
     enum { MOST = 1 << 16 };
     llm_config *c = &l->model->config;
@@ -8060,7 +8056,6 @@ static bool llm__model_expert_counts(llm__loader *l) {
                                       &c->shared_dim));
 }
 
-/* Read the factors and limits that some architectures have. */
 static bool llm__model_scales(llm__loader *l) {
     llm_config *c = &l->model->config;
     const llm__architecture *a = l->model->architecture;
@@ -8157,8 +8152,8 @@ static void llm__part_name(char name[LLM__TENSOR_NAME], int layer, int part) {
     snprintf(name, LLM__TENSOR_NAME, "blk.%d.%s", layer, llm__parts()[part].name);
 }
 
-/* Refuse a model with an unused tensor, since its output would be wrong. key: the setting that
- * gives the number of layers. format: for sscanf, to read the layer from a tensor's name */
+/* Refuse a model with an unused tensor: its output would be wrong. key: the setting that gives the
+ * number of layers. format: reads the layer from a tensor's name (sscanf). */
 static bool llm__all_used(const llm_file *file, const bool *used, const char *key, int n_layers,
                           const char *format, const char *architecture) {
     for (int64_t i = 0; i < file->n_tensors; i++) {
@@ -8226,16 +8221,16 @@ static bool llm__model_ends(llm__loader *l) {
     return true;
 }
 
-/* The name of matrix i of a layer's experts: the gates of all experts come first, then ups, downs.
- * In older GGUF files and in folders, each matrix is a tensor. */
+/* The name of matrix i of a layer's experts: all gates, then all ups, then all downs. In older GGUF
+ * files and in folders, each matrix is a tensor. */
 static void llm__expert_name(char name[LLM__TENSOR_NAME], int n_experts, int layer, int i) {
     static const char *const names[] = {"gate", "up", "down"};
     snprintf(name, LLM__TENSOR_NAME, "blk.%d.ffn_%s.%d.weight", layer, names[i / n_experts],
              i % n_experts);
 }
 
-/* Find the matrices of a layer's experts. The slices of a tensor of three dimensions become tensors
- * of their own. */
+/* Find the matrices of a layer's experts. The slices of a three-dimensional tensor become
+ * tensors. */
 static bool llm__model_experts(llm__loader *l, int layer) {
     static const char *const names[] = {"gate", "up", "down"};
     const llm_config *c = &l->model->config;
@@ -8376,12 +8371,13 @@ const llm_file *llm_model_file(const llm_model *model) { return model->file; }
 const char *llm_model_context_note(const llm_model *model) { return model->context_note; }
 
 uint64_t llm_model_step_bytes(const llm_model *model) {
-    /* a tied embedding is the output matrix, read in full; of another, one row is read */
+    /* a tied embedding is the output matrix and is read in full; of an untied one, a token reads
+     * one row */
     const llm_config *c = &model->config;
     uint64_t unread = c->tied_output ? 0 : model->embedding->bytes;
     uint64_t idle = c->n_experts ? model->expert_bytes / (uint64_t)c->n_experts *
                                        (uint64_t)(c->n_experts - c->n_experts_used)
-                                 : 0; /* experts that do not serve the token */
+                                 : 0; /* experts that the token does not use */
     return model->weight_bytes - unread - idle + (unread ? unread / (uint64_t)c->vocab_size : 0);
 }
 
@@ -8394,11 +8390,11 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
 
 /* ---- Hugging Face folders ----
  * config.json gives the model's shape, the safetensors files its weights, and tokenizer.json its
- * vocabulary. They become an llm_file with GGUF metadata and GGUF tensor names; the data stays in
- * the mapped files.
+ * vocabulary. They become an llm_file with GGUF metadata and tensor names; the data stays in the
+ * mapped files.
  *
  * The weights differ in one way. RoPE rotates pairs of dimensions. GGUF files of "llama" have the
- * rows of q and k reordered so that the two dimensions of a pair are adjacent. Folders keep the
+ * rows of q and k reordered to make the two dimensions of a pair adjacent. Folders keep the
  * original order, so the model's rope_pairing is LLM_ROPE_HALVES. */
 
 typedef struct llm__folder {
@@ -8429,7 +8425,7 @@ static bool llm__folder_has(const char *folder, const char *name) {
     return there;
 }
 
-/* Map a file of at most LLM__JSON_BYTES. A missing file is no error: *found is false. */
+/* Map a file of at most LLM__JSON_BYTES. If there is none, *found is false. */
 static bool llm__map_text(const char *path, llm_string *text, bool *found, llm_error *err) {
     struct stat status;
     const void *data = NULL;
@@ -8467,7 +8463,6 @@ static bool llm__read_json(llm_json *json, const char *folder, const char *name,
 
 /* ---- config.json ---- */
 
-/* The entry with this key; NULL if it is absent or null. */
 static const llm_json_node *llm__folder_entry(const llm_json_node *object, const char *key) {
     const llm_json_node *node = llm_json_member(object, key);
     return llm_json_has_kind(node, LLM_JSON_NULL) ? NULL : node;
@@ -8479,8 +8474,8 @@ static bool llm__is_on(const llm_json_node *object, const char *key, bool otherw
     return flag;
 }
 
-/* Replace in `name` (of a tensor or of a key of config.json) what the folders of this architecture
- * call differently: its `names` are pairs "usual=own", applied in order. */
+/* Replace the usual names in `name` (of a tensor or a key of config.json) by this architecture's:
+ * `names` holds pairs "usual=own", applied in order. */
 static void llm__folder_name(const llm__folder *f, char name[LLM__SOURCE_NAME]) {
     for (const char *pair = f->architecture->names; *pair;) {
         size_t usual = strcspn(pair, "="), own = strcspn(pair + usual, " ") - 1;
@@ -8495,8 +8490,8 @@ static void llm__folder_name(const llm__folder *f, char name[LLM__SOURCE_NAME]) 
     }
 }
 
-/* The entry of config.json, or of an object in it, with this key. config.json itself may have the
- * architecture's own name for it, which replaces the key. */
+/* Find the entry with this key in config.json or in an object in it. At the top level, the key may
+ * be replaced by the architecture's own name for it. */
 static const llm_json_node *llm__folder_setting(const llm__folder *f, const llm_json_node *object,
                                                 char key[LLM__SOURCE_NAME]) {
     const llm_json_node *node = llm__folder_entry(object, key);
@@ -8512,7 +8507,7 @@ static bool llm__folder_is_on(const llm__folder *f, const char *key, bool otherw
     return otherwise;
 }
 
-/* Read a positive number. An absent key gives `fallback`, or an error if that is 0. */
+/* Read a positive number. An absent key gives `fallback`; 0: an error. */
 static bool llm__folder_number(const llm__folder *f, const llm_json_node *object, const char *key,
                                double fallback, double *out) {
     char name[LLM__SOURCE_NAME];
@@ -8546,8 +8541,8 @@ static const char llm__expert_keys[] =
     "shared_expert_intermediate_size decoder_sparse_step mlp_only_layers output_router_logits "
     "router_aux_loss_coef router_jitter_noise";
 
-/* Refuse an entry whose key is not in `known`, since it might change the result. Ignore keys that
- * begin with '_', and entries that are off: null, false, or an empty list or object. */
+/* Refuse an entry whose key is not in `known`: it might change the result. Ignore keys that begin
+ * with '_', and entries that are off: null, false, or an empty list or object. */
 static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
                               const char *known) {
     const bool whole = object == f->config.nodes;
@@ -8568,8 +8563,8 @@ static bool llm__folder_known(const llm__folder *f, const llm_json_node *object,
 }
 
 /* The known keys of config.json: the model's shape and tokens; its training, its origin and
- * settings of other programs; and sampling settings, which requests set instead (older models have
- * them here, newer ones in generation_config.json). */
+ * settings of other programs; and sampling settings, which requests set instead (newer models have
+ * them in generation_config.json). */
 static const char llm__config_keys[] =
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
@@ -8602,8 +8597,8 @@ static float *llm__folder_divisors(llm__folder *f, const char *name) {
 }
 
 /* Append rope_freqs.weight, as in GGUF files: the divisors of Llama 3.1's RoPE frequencies. A
- * frequency that makes fewer than low_freq_factor turns in the original context is divided by the
- * factor; above high_freq_factor turns, it is unchanged; in between, it is interpolated. */
+ * frequency with fewer than low_freq_factor turns in the original context is divided by the factor;
+ * one with more than high_freq_factor turns is unchanged; in between, it is interpolated. */
 static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double base,
                                int context) {
     double factor, low, high;
@@ -8625,7 +8620,7 @@ static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double
     return divisors != NULL;
 }
 
-/* LongRoPE (Ding et al. 2024, in Phi-3): one list of divisors for contexts of up to the original
+/* LongRoPE (Ding et al. 2024, in Phi-3): one list of divisors for contexts up to the original
  * length, and one for longer ones. */
 static bool llm__folder_longrope(llm__folder *f, llm__metadata *m, const llm_json_node *rope,
                                  int context) {
@@ -8679,7 +8674,7 @@ static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_j
     llm__note_u32(m, ".rope.scaling.original_context_length", (uint32_t)*context);
     llm__note_f32(m, ".rope.scaling.yarn_beta_fast", fast);
     llm__note_f32(m, ".rope.scaling.yarn_beta_slow", slow);
-    /* readers of GGUF multiply this by the usual magnitude */
+    /* GGUF readers multiply this by the usual magnitude */
     llm__note_f32(m, ".rope.scaling.attn_factor", magnitude / usual);
     return true;
 }
@@ -8763,8 +8758,8 @@ static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int stated) {
     return true;
 }
 
-/* Translate the sliding window, and which layers have it: all, those in the list layer_types, or
- * (Qwen) the last ones. */
+/* Translate the sliding window and which layers have it: all, those in layer_types, or (Qwen) the
+ * last ones. */
 static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     const llm__architecture *a = f->architecture;
     const llm_json_node *config = f->config.nodes,
@@ -8812,8 +8807,8 @@ static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     return ok;
 }
 
-/* Write which layers have RoPE: those with 1 in no_rope_layers; without that, all but each
- * no_rope_layer_interval-th. */
+/* Write which layers have RoPE: those with a 1 in no_rope_layers or, without that list, all except
+ * every no_rope_layer_interval-th. */
 static bool llm__folder_rope_layers(const llm__folder *f, llm__metadata *m) {
     const llm_json_node *config = f->config.nodes,
                         *list = llm__folder_entry(config, "no_rope_layers"),
@@ -8838,13 +8833,12 @@ static bool llm__folder_rope_layers(const llm__folder *f, llm__metadata *m) {
     return ok;
 }
 
-/* Translate the factors and limits that the architecture has. */
 static bool llm__folder_scales(const llm__folder *f, llm__metadata *m) {
     static const char *const table[][2] = {
         {"embedding_multiplier", ".embedding_scale"},
         {"residual_multiplier", ".residual_scale"},
         {"attention_multiplier", ".attention.scale"},
-        {"query_pre_attn_scalar", ".attention.scale"}, /* its square root divides the scores */
+        {"query_pre_attn_scalar", ".attention.scale"}, /* scores are divided by its square root */
         {"logits_scaling", ".logit_scale"},
         {"attn_logit_softcapping", ".attn_logit_softcapping"},
         {"final_logit_softcapping", ".final_logit_softcapping"},
@@ -8870,8 +8864,8 @@ static bool llm__folder_copy(const llm__folder *f, llm__metadata *m, const char 
     return true;
 }
 
-/* Translate how many experts there are, how many serve a token, and their width. Which layers have
- * experts (mlp_only_layers, decoder_sparse_step) shows in their tensors. */
+/* Translate the number of experts, how many a token uses, and their width. The tensors show which
+ * layers have experts (mlp_only_layers, decoder_sparse_step). */
 static bool llm__folder_experts(llm__folder *f, llm__metadata *m, int hidden) {
     const llm_json_node *config = f->config.nodes;
     const unsigned traits = f->architecture->traits;
@@ -8916,7 +8910,7 @@ static bool llm__folder_parallel(const llm__folder *f) {
                       f->architecture->traits & LLM__PARALLEL);
 }
 
-/* Translate what MPT says of its attention. */
+/* Translate MPT's attention settings. */
 static bool llm__folder_alibi(const llm__folder *f, llm__metadata *m) {
     const llm_json_node *config = f->config.nodes, *a = llm__folder_entry(config, "attn_config"),
                         *type = llm__folder_entry(a, "attn_type"),
@@ -8993,7 +8987,7 @@ static const llm_file *llm__folder_find_shard(const llm__folder *f, llm_string n
     return NULL;
 }
 
-/* Map a safetensors file of the folder and read its header, unless that is done already. */
+/* Map a safetensors file of the folder and read its header, unless already done. */
 static bool llm__folder_shard(llm__folder *f, llm_string name) {
     char copy[256];
     llm_file *file = f->file;
@@ -9071,7 +9065,7 @@ static llm_tensor *llm__folder_rename(llm__folder *f, const llm_tensor *source, 
     return t;
 }
 
-/* A tensor's data, or a copy of it if it is not aligned as kernels need. */
+/* A tensor's data or, if it is not aligned as kernels need, a copy. */
 static const void *llm__folder_aligned(const llm__folder *f, const llm_tensor *source) {
     if ((uintptr_t)source->data % (uintptr_t)llm__dtype_of(source)->bytes == 0) return source->data;
     void *copy = llm__new((size_t)source->bytes, 1, "a tensor that is not aligned", f->file->error);
@@ -9133,7 +9127,8 @@ static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const c
  *     AWQ   qweight (cols, rows/8): eight rows in an int32, in the order 0 2 4 6 1 3 5 7 from the
  *           lowest bits. qzeros is packed in the same way.
  *
- * Both become q4_0 if every zero is 8 (symmetric), else q4_Z, with exactly the same values. */
+ * Both become q4_0 if every zero point is 8 (symmetric), else q4_Z, with exactly the same
+ * values. */
 
 typedef struct llm__int4 {
     bool awq, zeros_less_one; /* AWQ (false: GPTQ); whether `zeros` holds zero - 1 */
@@ -9203,8 +9198,8 @@ static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, in
     }
 }
 
-/* Transpose (PAIRS, ROWS) to (ROWS, PAIRS). A pass interleaves the two halves of the tile: the top
- * bit of each index becomes the lowest. A pair's index has four bits, hence four passes. */
+/* Transpose (PAIRS, ROWS) to (ROWS, PAIRS). Each pass interleaves the two halves of the tile: the
+ * top bit of each index becomes the lowest. A pair's index has four bits, hence four passes. */
 static void llm__int4_transpose(uint8_t *tile) {
     enum { HALF = LLM__INT4_ROWS * LLM__INT4_PAIRS / 2 };
     uint8_t shuffled[2 * HALF], *from = tile, *to = shuffled;
@@ -9216,8 +9211,8 @@ static void llm__int4_transpose(uint8_t *tile) {
     }
 }
 
-/* Set heads to the first bytes of a block in each of n rows: the group's scale and zero point, 16
- * bits each. */
+/* Set heads to the start of a block in each of n rows: the group's scale and zero point, 16 bits
+ * each. */
 static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group,
                             uint8_t heads[LLM__INT4_ROWS][4]) {
     for (int64_t i = 0; i < n; i++) {
@@ -9227,7 +9222,7 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
 }
 
 /* Convert n rows, all of one tile, to blocks of q4_0 or q4_Z. The matrix is stored transposed, so
- * one block of columns at a time is converted for all rows. A word holds eight rows: the tile is
+ * each block of columns is converted for all rows at once. A word holds eight rows: the tile is
  * filled with whole words, but only the n rows are written. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type,
                            uint8_t *out) {
@@ -9280,7 +9275,7 @@ static const llm_tensor *llm__folder_int4_source(llm__folder *f, const char *mod
     return NULL;
 }
 
-/* Set m->columns, unless the columns are in order. The file owns the array. */
+/* Set m->columns, unless the columns are in order already. The file owns the array. */
 static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
     int64_t size = m->cols / m->n_groups;
     bool ok = true, ordered = true;
@@ -9310,7 +9305,6 @@ static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module
     return ok;
 }
 
-/* The entry that names the packing format, under one of several keys; NULL: absent. */
 static const llm_json_node *llm__int4_format(const llm_json_node *quantization) {
     static const char *const keys[] = {"checkpoint_format", "format", "version"};
     const llm_json_node *format = NULL;
@@ -9318,8 +9312,7 @@ static const llm_json_node *llm__int4_format(const llm_json_node *quantization) 
     return format;
 }
 
-/* Find the three or four tensors of a matrix, and check that their shapes agree. Returns qweight;
- * on failure, sets the error and returns NULL. */
+/* Find the three or four tensors of a matrix and check their shapes. Returns qweight, or NULL. */
 static const llm_tensor *llm__folder_int4_sources(llm__folder *f, llm__int4 *m,
                                                   const char *module) {
     const llm_json_node *q = llm_json_member(f->config.nodes, "quantization_config");
@@ -9487,7 +9480,6 @@ static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
     llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
     llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
 }
-/* Read quantization_config; refuse unsupported settings. */
 static bool llm__folder_quantization(llm__folder *f) {
     static const char known[] =
         "quant_method bits group_size desc_act sym checkpoint_format zero_point version data_type "
@@ -9533,7 +9525,7 @@ static bool llm__all_zero(const llm_tensor *source) {
     return true;
 }
 
-/* Does the architecture or config.json require this part? experts: of a layer with experts */
+/* Does the architecture or config.json require this part? experts: the layer has experts. */
 static bool llm__folder_wants(const llm__folder *f, int part, bool experts) {
     unsigned wanted = f->architecture->required, optional = f->architecture->optional;
     bool biased = f->architecture->traits & LLM__BIASED;
@@ -9544,7 +9536,7 @@ static bool llm__folder_wants(const llm__folder *f, int part, bool experts) {
     return llm__wants_part(wanted, part, experts, f->architecture->traits & LLM__SHARED_EXPERT);
 }
 
-/* Report that X.weight is missing and, if there is X.qweight, why that is not used. */
+/* Report that X.weight is missing and, if there is X.qweight, why that cannot be used. */
 static bool llm__folder_missing(const llm__folder *f, const char *name) {
     char quantized[160];
     snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")),
@@ -9560,7 +9552,7 @@ static bool llm__folder_missing(const llm__folder *f, const char *name) {
             : "but config.json has no quantization_config, which says how");
 }
 
-/* Find the tensor with this name, or what the architecture calls it, which replaces the name. It
+/* Find the tensor with this name, which may be replaced by the architecture's own. The file's name
  * may lack the prefix "transformer.". */
 static const llm_tensor *llm__folder_find(const llm__folder *f, char name[LLM__SOURCE_NAME]) {
     llm__folder_name(f, name);
@@ -9569,8 +9561,7 @@ static const llm_tensor *llm__folder_find(const llm__folder *f, char name[LLM__S
     return t || strncmp(name, "transformer.", n) ? t : llm_file_find_tensor(f->file, name + n);
 }
 
-/* Reorder the rows of the latest tensor from those of q, k and v of each head to those of q, of k
- * and of v. */
+/* Reorder the rows of the latest tensor: from q, k, v of each head to all q, all k, all v. */
 static bool llm__folder_by_part(const llm__folder *f) {
     llm_tensor *t = &f->tensors[f->n_tensors - 1];
     uint64_t rows = t->dims[t->n_dims - 1], heads = (uint64_t)f->n_heads,
@@ -9598,7 +9589,6 @@ static bool llm__folder_layer_tensor(llm__folder *f, char source_name[LLM__SOURC
     return llm__folder_int4(f, name, source_name);
 }
 
-/* Append the matrices of a layer's experts. */
 static bool llm__folder_layer_experts(llm__folder *f, int layer) {
     static const char *const names[] = {"gate", "up", "down"};
     for (int i = 0; i < 3 * f->n_experts; i++) {
@@ -9615,7 +9605,7 @@ static bool llm__folder_part(llm__folder *f, int layer, int part) {
     const llm__part_row *row = &llm__parts()[part];
     bool vector = row->rows == LLM__ONE;
     char name[LLM__TENSOR_NAME], source_name[LLM__SOURCE_NAME];
-    /* with norms after the blocks too, the FFN norm has another name */
+    /* with norms after the blocks as well, the FFN norm has another name */
     bool second = part == LLM__FFN_NORM && f->architecture->required & LLM__POST_NORMS;
     bool by_head = f->architecture->traits & LLM__BY_HEAD &&
                    (part == LLM__QKV || part == LLM__QKV_BIAS);
@@ -9658,7 +9648,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
         if (i >= 2 && !llm__has_end(f->architecture, i - 2)) continue;
         snprintf(source_name, sizeof source_name, "%s", names[1]);
         const llm_tensor *source = llm__folder_find(f, source_name);
-        if (i == 1 && tied) { /* some files have it anyway */
+        if (i == 1 && tied) { /* may be in the file all the same */
             if (source) llm__folder_use(f, source);
             continue;
         }
@@ -9680,7 +9670,7 @@ static bool llm__folder_tensors(llm__folder *f) {
     if (!llm__add_memory(file, f->names) || !llm__folder_ends_of_stack(f)) return false;
     for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
         if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
-    for (size_t i = 0; i < n; i++) { /* old files have what repeats config.json, and masks */
+    for (size_t i = 0; i < n; i++) { /* old files have masks, and copies of config.json's values */
         static const char *const ends[] = {".rotary_emb.inv_freq", ".attention.bias",
                                            ".attention.masked_bias"};
         for (int k = 0; k < 3; k++) f->used[i] |= llm__ends_with(file->tensors[i].name, ends[k]);
