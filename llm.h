@@ -14806,21 +14806,21 @@ size_t llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options, ch
 
 enum {
     LLM__TILE = 64,         /* positions in an attention tile */
-    LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, in an attention item */
+    LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, per attention item */
     LLM__PADDING = 32,      /* head_dim is padded to a multiple of this, the depth of a bf16 tile */
     LLM__FEW_ROWS = 8,      /* most rows of x for which 16-bit weights are converted on the fly */
-    LLM__FEW_X = 32,        /* most rows of x for the form "alone": see "Matrix tiles" */
+    LLM__FEW_X = 32,        /* most rows of x for "alone": see "Matrix tiles" */
     LLM__FEW_X_Q4_0 = 64,   /* the same for q4_0 weights */
     LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in matrix tiles */
     LLM__FAR_BYTES = 4096,  /* prefetch distance, in bytes */
     LLM__X_CACHE_BYTES = 5 << 16,    /* bytes of rounded x to keep in an L2 cache of 512 KB */
-    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same in an L2 cache of 2 MB, with matrix tiles */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same in 2 MB, with matrix tiles */
     LLM__GATE_CACHE_BYTES = 1 << 17  /* bytes of gate results to keep in the L2 cache */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
 #define LLM__NOINLINE __attribute__((noinline))
-/* Without unrolling, the compiler would keep an array of registers in memory. */
+/* Unrolled, because the compiler would otherwise keep an array of registers in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
 #define LLM__ROLLED _Pragma("clang loop unroll(disable)") /* to keep code small */
@@ -14866,12 +14866,12 @@ enum {
     LLM__X_TILE = 16        /* most rows of x in a tile */
 };
 
-/* How the panels of a weight type are laid out */
+/* How the panels of a weight type are stored. */
 typedef struct llm__layout {
-    int quads;        /* words per block and row; 0: the type has no panels */
-    int zero;         /* the integer that stands for 0 in a type without minimums (q4_0: 8) */
+    int quads;        /* words per block and row; 0: no panels for this type */
+    int zero;         /* stored integer for 0, in a type without minimums (q4_0: 8) */
     bool multipliers; /* block scales are multiples of a scale per 256 columns */
-    bool groups;      /* the type itself stores such multipliers: the K formats */
+    bool groups;      /* the K formats: multipliers are in the file */
     bool minimum;     /* blocks have minimums or zero points */
 } llm__layout;
 
@@ -14890,12 +14890,12 @@ static llm__layout llm__layout_of(llm_type type) {
     }
 }
 
-/* Bytes of a span before its stripes */
+/* Bytes of a span before its stripes. */
 static size_t llm__span_head(llm__layout l) {
     return l.multipliers ? 2 * LLM__PANEL * (l.groups && l.minimum ? 4 : 2) : 0;
 }
 
-/* Bytes of a stripe before its quads */
+/* Bytes of a stripe before its quads. */
 static size_t llm__stripe_head(llm__layout l) {
     return 2 * LLM__PANEL * (l.minimum && !l.groups ? 4 : 2);
 }
@@ -14919,7 +14919,7 @@ static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
         memcpy(words, q, LLM__BLOCK);
         return;
     }
-    uint32_t columns[8]; /* four in each word */
+    uint32_t columns[8]; /* 4 per word */
     memcpy(columns, q, sizeof columns);
     for (int i = 0; i < 4; i++)
         words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
@@ -14929,8 +14929,8 @@ static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
         else words[4] |= (columns[i] >> 4 & 0x01010101) << i;
 }
 
-/* Convert up to eight f16 block scales to multipliers. Returns the f16 scale that the multiplier
- * LLM__FULL_SCALE stands for. */
+/* Convert up to eight f16 block scales to multipliers. Returns the f16 scale whose multiplier is
+ * LLM__FULL_SCALE. */
 static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *multipliers) {
     uint16_t largest = 0;
     for (int i = 0; i < n; i++)
@@ -15005,8 +15005,8 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) };
 
 enum { /* see "Matrix tiles" */
-    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; half as many for "by halves" */
-    LLM__TILE_PANELS = 4,  /* panels unpacked together; half as many for "in chunks" */
+    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together ("by halves": half as many) */
+    LLM__TILE_PANELS = 4,  /* panels unpacked together ("in chunks": half as many) */
     LLM__GROUP = 4,        /* blocks that the tile unit multiplies together */
     /* bytes of scratch, without the sums */
     LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64)
@@ -15014,7 +15014,7 @@ enum { /* see "Matrix tiles" */
 
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
-/* Values of x that share a scale */
+/* Number of values of x that share a scale. */
 static int llm__x_group(llm_type type) {
     return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK;
 }
@@ -15024,7 +15024,7 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) 
 }
 
 /* ---- The fast kernels: one text, compiled once per instruction set ----
- * Compiled once per pass, where this file includes itself (further down). A pass defines:
+ * This file includes itself once per pass (further down). A pass defines:
  *
  *   LLM__KERNEL_PASS  0: baseline (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI,
  *                     3: NEON with dot products
@@ -15037,7 +15037,7 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) 
 
 #ifdef LLM__KERNEL_PASS
 
-#ifdef __clang__ /* its undefined-behaviour checks take minutes to compile */
+#ifdef __clang__ /* undefined-behaviour checks take minutes to compile */
 #pragma clang attribute push(__attribute__((no_sanitize("undefined"))), apply_to = function)
 #endif
 
@@ -15059,7 +15059,7 @@ LLM__INLINE void LLM__K(store)(float *p, llm__vf v) { memcpy(p, &v, sizeof v); }
 
 LLM__INLINE llm__vf LLM__K(all)(float x) { return x - (llm__vf){0}; }
 
-/* Per lane: v where mask is all ones, 0 where it is 0. Comparisons give such masks. */
+/* Per lane: v where the mask is all ones, 0 where it is 0. Comparisons give such masks. */
 LLM__INLINE llm__vf LLM__K(where)(llm__vi mask, llm__vf v) { return (llm__vf)((llm__vi)v & mask); }
 
 LLM__INLINE llm__vf LLM__K(absolute)(llm__vf v) { return (llm__vf)((llm__vi)v & 0x7fffffff); }
@@ -15137,7 +15137,7 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) {
 #else
 
 LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
-#if defined(__aarch64__) /* the compiler would fuse product and sum in some places only */
+#if defined(__aarch64__) /* always fused; the compiler would fuse only in some places */
     return (llm__vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
@@ -15158,8 +15158,8 @@ LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
 #else
-/* An f16's bits, shifted to the fields of an f32, give 2^-112 times its value, also for
- * denormals. */
+/* The bits of an f16, moved to the fields of an f32, give 2^-112 times its value, even if
+ * denormal. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};
     LLM__UNROLL for (int i = 0; i < LLM__W; i++) half[i] = p[i];
@@ -15201,7 +15201,7 @@ LLM__INLINE void LLM__K(store_some)(float *p, llm__vf v, int n) {
     memcpy(p, values, (size_t)n * sizeof *p);
 }
 
-/* The same for n <= LLM__W */
+/* The same for n <= LLM__W. */
 LLM__INLINE llm__vf LLM__K(load_up_to)(const float *p, int n) {
     return n == LLM__W ? LLM__K(load)(p) : LLM__K(load_some)(p, n);
 }
@@ -15225,7 +15225,7 @@ LLM__INLINE llm__vf LLM__K(load_some_as)(llm_type type, const void *row, int64_t
     return LLM__K(load_as)(type, padded, 0);
 }
 
-/* e^x = 2^k e^r with integer k and |r| <= about ln(2)/2; e^r is the Taylor series to r^7 (error
+/* e^x = 2^k e^r with integer k and |r| <= about ln(2)/2; e^r is its Taylor series to r^7 (error
  * below 1e-8). Returns 0 for x < -87, and e^88 for x > 88. */
 LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
     const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
@@ -15287,7 +15287,7 @@ LLM__INLINE llm__vf LLM__K(silu_times)(llm__vf gate, llm__vf up) {
     return gate / (1.0f + LLM__K(exp)(-gate)) * up;
 }
 
-/* GELU: see llm__plain_swiglu */
+/* GELU: see llm__plain_swiglu. */
 LLM__INLINE llm__vf LLM__K(gelu_times)(llm__vf x, llm__vf up) {
     return x / (1.0f + LLM__K(exp)(-1.59576912f * (x + 0.044715f * x * x * x))) * up;
 }
@@ -15380,10 +15380,9 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
 
 /* -- Matrix products in floating point --
  * For out[i][row], lane l sums the products of columns l, l + W, l + 2W, ... Each addition to a sum
- * waits for the previous one, so R rows of weights are multiplied by T rows of x at the same time.
- * A step loads R + T registers for R x T multiply-adds. */
+ * waits for the previous one, so R rows of weights are multiplied by T rows of x at the same time:
+ * R + T loads for R x T multiply-adds. */
 
-/* Add the bias and the residual, and store the result. */
 LLM__INLINE void LLM__K(finish)(const llm__matmul_args *args, int64_t i, int64_t row, float sum) {
     float *out = args->out + i * args->w->rows + row;
     if (args->bias) sum += args->bias[row];
@@ -15426,7 +15425,7 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
 }
 
 /* Multiply `count` rows of weights, which fit in the L2 cache, by all rows of x, 4 at a time: these
- * stay in the L1 cache while the weights are read. */
+ * 4 stay in the L1 cache while the weights are read. */
 LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_args *args, const char *weights,
                                   size_t row_bytes, int64_t row, int64_t count) {
     for (int64_t i = 0, together; i < args->n; i += together) {
@@ -15522,7 +15521,7 @@ static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, in
  *   arm64    sdot is like vpdpbusd, but both operands are signed.
  *   plain C  Sums are floats, which are exact up to 2^24. */
 
-/* Registers that hold one value per row of a panel */
+/* Registers that hold one value for each row of a panel. */
 enum { LLM__K(parts) = LLM__PANEL / LLM__W };
 
 typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
@@ -15532,7 +15531,7 @@ typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
     llm__vi w[LLM__BLOCK / 4]; /* one register per quad of columns */
 #endif
     llm__vf scale, minimum;    /* scale, and minimum, which is added to each value */
-    /* multiplier; other: factor of the sum of x (q6_K: multiplier of columns 16 to 31) */
+    /* other: factor of the sum of x (q6_K: multiplier of columns 16 to 31) */
     llm__vi multiplier, other;
 } LLM__K(w_block);
 
@@ -15570,7 +15569,7 @@ LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
 }
 
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-/* Two 16-bit numbers per lane, `first` in the low half */
+/* Two 16-bit numbers per lane, `first` in the low half. */
 LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)first, (__m512i)(second << 16));
@@ -15579,7 +15578,7 @@ LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #endif
 }
 
-/* Per lane: sum + low(a) low(b) + high(a) high(b), with signed 16-bit halves */
+/* Per lane: sum + low(a) low(b) + high(a) high(b), with signed 16-bit halves. */
 LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -15589,8 +15588,8 @@ LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 }
 #endif
 
-/* Read the multipliers of a 4-bit type into the low half of each lane; the high half is 0. half,
- * part: see unpack_quads. */
+/* Read a 4-bit type's multipliers into the low half of each lane; the high half is 0. half, part:
+ * see unpack_quads. */
 LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *stripe, int half,
                                                int part) {
     typedef uint16_t halves __attribute__((vector_size(2 * LLM__W)));
@@ -15600,7 +15599,6 @@ LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *strip
     return __builtin_convertvector(v, llm__vi);
 }
 
-/* Read scales and minimums, or multipliers. */
 LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int half, int part,
                                        LLM__K(w_block) *w) {
     const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL +
@@ -15620,7 +15618,7 @@ LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int
     }
 }
 
-/* Read scale and minimum of the first (half 0) or last (1) 256 columns of a span. */
+/* Read scales and minimums of the first (half 0) or last (1) 256 columns of a span. */
 LLM__INLINE void LLM__K(unpack_head)(llm__layout l, const uint8_t *span, int half, int part,
                                      llm__vf *scale, llm__vf *minimum) {
     const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL +
@@ -15638,7 +15636,7 @@ LLM__INLINE void LLM__K(unpack_quads)(llm__layout l, const uint8_t *stripe, int 
     llm__vi quads[8];
     LLM__UNROLL for (int q = 0; q < 4; q++) {
         llm__vi v = LLM__K(load_int)(p + q * bytes);
-#if LLM__KERNEL_PASS == 1 /* keeps v in a register: otherwise it is loaded for each nibble */
+#if LLM__KERNEL_PASS == 1 /* keeps v in a register: otherwise each nibble loads it */
         __asm__("" : "+x"(v));
 #elif LLM__KERNEL_PASS == 2
         __asm__("" : "+v"(v));
@@ -15674,7 +15672,7 @@ LLM__INLINE void LLM__K(unpack_block)(llm__layout l, const uint8_t *stripe, int 
     LLM__K(unpack_scales)(l, stripe, half, part, w);
 }
 
-/* Per lane: sum + b times the sum of a block of x. x_sums: its two half-sums; b fits in 16 bits */
+/* Per lane: sum + b times the sum of a block of x. x_sums: its two half-sums. b fits in 16 bits. */
 LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     return LLM__K(add_pair)(sum, LLM__K(all_i32)(x_sums), LLM__K(pair)(b, b));
@@ -15684,7 +15682,7 @@ LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b
 #endif
 }
 
-/* -level times the sum of x over columns 4 * first to 4 * end - 1, which are whole half blocks */
+/* -level times the sum of x over columns 4 * first to 4 * end - 1, which are whole half blocks. */
 LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int16_t *x_sums) {
     if (level == 0) return (llm__vi){0};
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
@@ -15695,7 +15693,7 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
 #endif
 }
 
-/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights, times T rows of x */
+/* Multiply columns 4 * first to 4 * end - 1 of LLM__W rows of weights by T rows of x. */
 LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *w, int first,
                                    int end, const int8_t *x, const int16_t *x_sums, llm__vi *sums) {
 #if LLM__KERNEL_PASS == 0
@@ -15729,7 +15727,7 @@ LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *
             __m256i v[2] = {(__m256i)w->w[q], (__m256i)w->w[q + 1]},
                     some[2] = {(__m256i)LLM__K(all_i32)(xq), (__m256i)LLM__K(all_i32)(xq + 4)};
             const __m256i ones = _mm256_set1_epi16(1);
-            /* the sign of w goes to x, so that a result of vpmaddubsw fits in 16 bits */
+            /* x takes the sign of w, so that a result of vpmaddubsw fits in 16 bits */
             if (l.quads == 8)
                 LLM__UNROLL for (int i = 0; i < 2; i++)
                     sums[t] += (llm__vi)_mm256_madd_epi16(
@@ -15746,7 +15744,7 @@ LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *
 #endif
 }
 
-/* sums[t][part] += a block of LLM__W rows times 32 values of row t of x, for T rows */
+/* Add to sums[t][part]: a block of LLM__W rows times 32 values of row t of x, for T rows. */
 LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part,
                                    const int8_t *x, const float *scales, const int16_t *x_sums,
                                    llm__vf (*sums)[LLM__K(parts)]) {
@@ -15762,8 +15760,8 @@ LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *
     }
 }
 
-/* The same in integers, for weights with multipliers. q4_K, q5_K: minimums[t][part] += the
- * minimum's multiplier times the sum of x */
+/* The same in integers, for weights with multipliers. q4_K, q5_K: also add the minimum's multiplier
+ * times the sum of x to minimums[t][part]. */
 LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part,
                                          const int8_t *x, const int16_t *x_sums,
                                          llm__vi (*sums)[LLM__K(parts)],
@@ -15786,7 +15784,7 @@ LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_bl
 }
 
 typedef struct LLM__K(short_sums) {
-    llm__vi rows[LLM__X_ROWS], multiplier; /* sums and multiplier of the stripe's first block */
+    llm__vi rows[LLM__X_ROWS], multiplier; /* of the stripe's first block */
 } LLM__K(short_sums);
 
 /* Short sums, for 4-bit weights with multipliers, on x86: one instruction multiplies two pairs of
@@ -15833,7 +15831,7 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
-    /* 16: bytes of a row of a block */
+    /* 16 bytes per row of a block */
     const uint8_t *quads = stripe + llm__stripe_head(l) + half * LLM__PANEL * 16;
     llm__vi now[LLM__X_ROWS][2];
     LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
@@ -15854,7 +15852,7 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
                     now[t][part] = (llm__vi)(q + nibble
                                                  ? _mm256_add_epi16((__m256i)now[t][part], products)
                                                  : products);
-                    /* keeps the order: the compiler would add in a tree, which spills registers */
+                    /* keeps this order: a tree of additions would spill registers */
                     __asm__("" : "+x"(now[t][part]));
                 }
             }
@@ -15870,9 +15868,9 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
 #endif
 }
 
-/* Short sums are of w x (AVX2) or (w - 8) x (AVX-512). For sums of (w - zero) x, add `missing`
- * times multiplier times -8 sum x (which is stored with x), then q4_Z's zero points. For q4_K and
- * q5_K, add the minimum's multiplier times -8 sum x to `minimums`. */
+/* Short sums are of w x (AVX2) or (w - 8) x (AVX-512). To get sums of (w - zero) x, add `missing` x
+ * multiplier x -8 sum x (stored with x), then q4_Z's zero points. For q4_K and q5_K, add the
+ * minimum's multiplier x -8 sum x to `minimums`. */
 LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe, int T,
                                             const char *starts, const char *x_sums,
                                             llm__vi (*sums)[LLM__K(parts)],
@@ -15917,7 +15915,7 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, floa
     else LLM__K(store_some)(out, sum, n);
 }
 
-/* The same for LLM__PANEL rows; whole registers without a gate are handled inline. */
+/* The same for LLM__PANEL rows. Whole registers without a gate are handled inline. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, int64_t row,
                                       const llm__vf *sums) {
     float *out = args->out + i * args->w->rows + row;
@@ -15934,7 +15932,7 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, i
     }
 }
 
-/* Multiply a panel by T rows of x from row i on, all in one tile. T is a constant; so is l, if
+/* Multiply a panel by T rows of x from row i on, all in one tile. T is a constant; so is l if
  * `known`. */
 LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_args *args,
                                     const uint8_t *panel, int64_t row, int64_t i) {
@@ -15970,7 +15968,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                         LLM__PREFETCH(span + llm__span_bytes(l) + line);
                 stripe += head;
             }
-            /* keeps the sums in memory, since the block needs the registers */
+            /* keeps the sums in memory: the block needs the registers */
             if (T > 4) __asm__ volatile("" : "+m"(sums));
         }
         const float *scales = (const float *)(const void *)(x + x_scales);
@@ -15997,7 +15995,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                 for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(l, stripe, half, part, &w);
-                    /* loads x again for each part; the compiler would spill it */
+                    /* loads x again for each part: the compiler would spill it */
                     __asm__("" : "+r"(values));
                     if (whole)
                         LLM__K(add_whole_block)(l, T, &w, part, values, block_sums, products,
@@ -16130,7 +16128,7 @@ LLM__INLINE const float *llm__tile_scales(const llm__tile_args *args, int block)
            block % 2;
 }
 
-/* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane */
+/* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane. */
 LLM__INLINE __m512i llm__tile_sums(const llm__tile_args *args, int block, int t) {
     int32_t pair;
     memcpy(&pair,
@@ -16193,7 +16191,7 @@ LLM__INLINE void llm__amx_add(const llm__tile_args *args, int first, int end, __
     }
 }
 
-/* The same in integers, for weights with multipliers */
+/* The same in integers, for weights with multipliers. */
 LLM__INLINE void llm__amx_add_whole(const llm__tile_args *args, int first, int end, __m512i *sums) {
     const int32_t *products = args->products;
     const float *multipliers = args->scales + first * LLM__PANEL;
@@ -16288,7 +16286,7 @@ LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int co
     }
 }
 
-/* Unpack `count` blocks: weights to signed bytes, and scales or multipliers. */
+/* Unpack `count` blocks: weights to signed bytes; scales or multipliers. */
 LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count, int8_t *w,
                                  float *scales, float *others) {
     if (l.zero == 8)
@@ -16306,7 +16304,7 @@ LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count
     else llm__amx_unpack_as(l, stripe, count, w, scales, others);
 }
 
-/* The same, but to the low and high bytes of weight times multiplier, (4, 16, 16, 4) each */
+/* The same, but to the low and high bytes of weight times multiplier, (4, 16, 16, 4) each. */
 LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, int count,
                                         int8_t *low, int8_t *high, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)l.zero), bytes = _mm512_set1_epi16(255);
@@ -16338,8 +16336,8 @@ LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, in
     }
 }
 
-/* Unpack up to four blocks, starting with block `first`. Returns the arguments that multiply them
- * by the tile of x whose first row is i. w, scales and others have room for a chunk. */
+/* Unpack up to four blocks from `first` on. Returns the arguments that multiply them by the tile of
+ * x whose first row is i. w, scales and others have room for a chunk. */
 LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args,
                                           const uint8_t *panel, int64_t i, int64_t first,
                                           int64_t blocks, int8_t *w, float *scales, float *others) {
@@ -16404,7 +16402,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, con
             _mm512_storeu_ps(kept + t * 16, floats[t]);
 }
 
-/* Pass the fields of l that differ most as constants, so that the compiler specializes the code. */
+/* Pass the fields of l that differ most as constants, to make the compiler specialize the code. */
 LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args,
                                    const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
                                    float *scales, float *others, float *kept) {
@@ -16429,7 +16427,7 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_args *tiles, int k) {
     llm__amx_finish(&tiles[k], 0, sums);
 }
 
-/* "By halves": multiply 256 columns of two tiles of x by a panel. The products of `before` (or
+/* "By halves": multiply 256 columns of two tiles of x by a panel. The products of `before` (if not
  * NULL) are stored when their tile registers are needed, and added up while the tile unit
  * multiplies. */
 LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_args *before) {
@@ -16462,8 +16460,8 @@ LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_ar
 #undef LLM__TILE_ZERO
 #undef LLM__TILE_ADD
 
-/* Multiply a group of panels (by halves: up to four, in chunks: up to two, alone: one) by all rows
- * of x. The panels share each tile of x while it is cached. */
+/* Multiply a group of panels ("by halves": up to four, "in chunks": up to two, "alone": one) by all
+ * rows of x. The panels share each tile of x while it is cached. */
 static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *args,
                             const uint8_t *panels, int n_panels, int64_t row, char *scratch) {
     int64_t blocks = 2 * llm__stripes(args->w->cols), kept_rows = args->n + 2 * LLM__X_TILE;
@@ -16626,8 +16624,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of the second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r +
                                 2 * half;
-                /* an infinite range gives an infinite scale, so that the result is not finite
-                 * either */
+                /* an infinite range gives an infinite scale, hence a result that is not finite */
                 if (half == 0 || group == LLM__BLOCK)
                     scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
                 if (i < stop && inverse > 0.0f) {
@@ -16655,8 +16652,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
 static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end,
                            void *scratch) {
     llm__layout l = llm__layout_of(args->w->type);
-    /* Constants make the compiler generate separate kernels for q8_0, for q4_0, for q4_K with q4_Z,
-     * and for the other types. */
+    /* Constants give q8_0, q4_0, q4_K with q4_Z, and the other types separate kernels. */
     if (l.quads == 0) LLM__K(matmul_float)(args, first, end, scratch);
 #if LLM__KERNEL_PASS != 0
     else if (l.quads == 8) {
@@ -16808,7 +16804,7 @@ typedef struct LLM__K(tile) { /* 64 positions, in the cache or converted to f32 
 } LLM__K(tile);
 
 /* Find the tile of a token from position `first` on; positions after `last` do not exist. From
- * position `branch` on, each row has a place of its own. Missing rows get a valid address, for
+ * position `branch` on (in a tree), each row has its own. Missing rows get a valid address, for
  * prefetching. */
 LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence, int token,
                                    int kv_head, int first, int last, int branch,
@@ -16858,7 +16854,7 @@ static void LLM__K(copy_keys)(const llm__attention_args *args, int sequence, int
     tile->stride = LLM__TILE;
 }
 
-/* Prefetch the next tile a few lines at a time: all at once would stall. */
+/* Prefetch a few lines of the next tile at a time: all at once would stall. */
 LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
     if (next)
         LLM__PREFETCH_FAR((const char *)next->keys[group] +
@@ -16933,7 +16929,7 @@ LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q,
 }
 
 /* Turn a row's scores into weights exp(score - largest). The row sees keys `from` to seen - 1; key
- * k is at distance `ahead` - k. Not inlined, so that one compiled form rounds all rows alike. */
+ * k is at distance `ahead` - k. Not inlined: one compiled form must round all rows alike. */
 LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen,
                                                     const llm_attention_shape *shape, float slope,
                                                     int ahead, float *largest, float *total,
@@ -16965,7 +16961,8 @@ LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int
     *largest = new_largest;
 }
 
-/* sums[r] += weights times values of keys first .. end - 1, for R rows and V registers from d on */
+/* Add to sums[r]: weights times values of keys first .. end - 1, for R rows and V registers from d
+ * on. */
 LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights,
                                      const LLM__K(tile) *tile, const LLM__K(tile) *next, int d,
                                      int first, int end, int head_dim, int padded_dim,
@@ -17023,7 +17020,7 @@ typedef struct LLM__K(query_rows) { /* the query rows of an attention item */
     int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
 } LLM__K(query_rows);
 
-/* Attention for rows `row` to row + R - 1, whose bounds `from` and `seen` ascend. */
+/* Attention of rows `row` to row + R - 1, whose bounds `from` and `seen` ascend. */
 LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args *args,
                                 const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
                                 int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
@@ -17036,7 +17033,7 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args 
                             rows->slope[row + r], rows->position[row + r] - rows->first,
                             &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
-    /* values that all rows see are loaded once for all */
+    /* values that all rows see are loaded once */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
         LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, from[r],
@@ -17066,7 +17063,7 @@ static void LLM__K(find_rows)(const llm__attention_args *args, int sequence, int
     }
 }
 
-/* Set which keys the rows see in the tile from position `first` on. */
+/* Find which keys of the tile from position `first` on each row sees. */
 LLM__INLINE void LLM__K(see_tile)(const llm__attention_args *args, int first,
                                   LLM__K(query_rows) *rows) {
     rows->first = first;
@@ -17090,7 +17087,7 @@ LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_args *a
     for (; row < end; row++) LLM__K(attend)(1, type, args, a, rows, row, tile, next);
 }
 
-/* A few rows read f16 in place, if head_dim is a multiple of LLM__W. */
+/* A few rows read f16 in place if head_dim is a multiple of LLM__W. */
 static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(attention_scratch) *a,
                                 const LLM__K(query_rows) *rows, const LLM__K(tile) *tile,
                                 const LLM__K(tile) *next) {
@@ -17135,8 +17132,8 @@ typedef struct llm__amx_tile {
     float *scores;         /* (16 rows, 64) */
 } llm__amx_tile;
 
-/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. To round,
- * half a unit of the last place is added; f16 values (exact) need no rounding. */
+/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. Rounding
+ * adds half a unit in the last place; f16 values (`exact`) need none. */
 LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000),
                   half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
@@ -17149,14 +17146,14 @@ LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void
                         _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
 }
 
-/* 16 values of a row from value d on; zeros after its end */
+/* 16 values of a row from value d on, padded with zeros. */
 LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head_dim) {
     if (d + 16 <= head_dim) return (__m512)LLM__K(load_as)(type, row, d);
     return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d)
                         : _mm512_setzero_ps();
 }
 
-/* Use the vector form's scratch memory; the packed queries follow it. */
+/* Reuse the vector form's scratch memory; the packed queries follow it. */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
@@ -17172,7 +17169,6 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     return t;
 }
 
-/* Scale the queries, split them into bf16 parts, and pack them. */
 static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_rows) *rows,
                            const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
     __m512 scale = _mm512_set1_ps(args->shape.scale);
@@ -17187,7 +17183,6 @@ static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_r
         }
 }
 
-/* Convert 16 keys to bf16. */
 LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile,
                                       const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
                                       int group) {
@@ -17267,7 +17262,7 @@ LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, i
     LLM__TILE_STORE(3, t->scores + 48, stride);
 }
 
-/* The same for one group of keys, with the same order of sums */
+/* The same for one group of keys, with the same order of sums. */
 LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int group) {
     LLM__TILE_ZERO(0);
     for (int d = 0; d < depth; d += 32) {
@@ -17282,7 +17277,7 @@ LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int gr
     LLM__TILE_STORE(0, t->scores + group * 16, LLM__TILE * 4);
 }
 
-/* sums (16 rows, padded_dim) += weights (16 rows, n) times values (n, padded_dim) */
+/* sums (16 rows, padded_dim) += weights (16 rows, n) times values (n, padded_dim). */
 LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, float *sums) {
     int64_t stride = padded_dim * 4;
     for (int d = 0; d < padded_dim; d += 64) {
@@ -17316,7 +17311,7 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 #undef LLM__TILE_STORE
 #undef LLM__TILE_LOAD
 
-/* e^x for x <= 0, with a relative error of 1e-6: 2^k 2^r with integer k and |r| <= 1/2 */
+/* e^x for x <= 0, with a relative error of 1e-6: 2^k 2^r with integer k and |r| <= 1/2. */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
     /* coefficients of the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
     const float terms[] = {1.54035304e-4f,
@@ -17358,8 +17353,8 @@ LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
                          _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-/* Turn the scores (n_rows, n keys) into weights, and rescale the earlier sums. sees: a bit per key,
- * for each row */
+/* Turn the scores (n_rows, n keys) into weights, and rescale the earlier sums. sees: for each row,
+ * a bit per key. */
 LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees,
                                   float *largest, float *total, float *sums, int padded_dim) {
     __m512 rows[16], before = _mm512_loadu_ps(largest);
@@ -17440,7 +17435,7 @@ static void LLM__K(attention)(const llm__attention_args *args, int sequence, int
     int last = rows.position[rows.n - 1],
         begin = llm__first_seen(&args->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     bool as_it_lies = args->cache->keys_transposed && args->cache->block_size % LLM__W == 0;
-    /* in a tree, all rows are of one token: see llm__attend */
+    /* in a tree, all rows belong to one token: see llm__attend */
     int token = args->batch->seq_first[sequence], branch = INT_MAX;
     if (llm__is_tree(args->batch, sequence))
         branch = args->batch->positions[token], token += first_row * args->shape.n_kv_heads /
@@ -17503,9 +17498,9 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* The passes take most of the compile time, so a program may compile each in a file of its own,
- * where LLM_KERNELS_HERE is the level of the pass: 0 (baseline), 1 (AVX2, or NEON's dot products)
- * or 2 (AVX-512). In its other files, it is -1. */
+/* The passes take most of the compile time, so a program may compile each in a file of its own:
+ * there, LLM_KERNELS_HERE is the level of the pass, 0 (baseline), 1 (AVX2, or NEON's dot products)
+ * or 2 (AVX-512). In the program's other files, it is -1. */
 #ifdef LLM_NO_FAST_KERNELS
 #define LLM__COMPILES(level) 0
 #elif defined(LLM_KERNELS_HERE)
@@ -17521,7 +17516,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, const llm_attentio
 #define LLM__KERNELS static
 #endif
 
-/* Compile the passes. If you rename this file, define LLM_FILE_NAME as its new name. */
+/* If you rename this file, define LLM_FILE_NAME as its new name: the passes include it. */
 #ifndef LLM_FILE_NAME
 #define LLM_FILE_NAME "llm.h"
 #endif
@@ -17595,7 +17590,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, const llm_attentio
 #undef LLM__KERNEL_PASS
 #endif
 
-/* Linux grants AMX to a process on request only. */
+/* Linux grants AMX to a process only on request. */
 static bool llm__has_matrix_tiles(void) {
 #if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c emulates them */
     return true;
@@ -17622,7 +17617,7 @@ static bool llm__has_matrix_tiles(void) {
 
 #ifdef LLM__DOTPROD
 static bool llm__has_dot_products(void) {
-#ifdef __ARM_FEATURE_DOTPROD /* the compiler's target has them */
+#ifdef __ARM_FEATURE_DOTPROD /* the target always has them */
     return true;
 #else
     enum { DOT_PRODUCTS = 1 << 20 }; /* Linux's HWCAP_ASIMDDP */
@@ -17683,22 +17678,21 @@ static double llm__sum_exp(const float *x, int n, float shift) {
  * memory traffic in three ways, each with a switch (llm_program.fusions):
  *
  *   - every thread computes and rounds the norm of a few rows for itself, in its own memory;
- *   - an item of attention that has all rows of its heads first applies RoPE to them;
+ *   - an attention item that has all rows of its heads first applies RoPE to them;
  *   - the products gate and up are one stage, which also applies the activation.
  *
  * The fastest plan depends on the number of rows, so there is one for each class of steps.
  *
- * A thread first does the item with its own number: it has the same weights in each step, so they
- * may still be in the thread's cache. Then the threads take the remaining items one by one, so a
- * slow thread does fewer. The first thread alone does a stage that is too small to share.
+ * A thread first does the item with its own number: its weights are the same in each step, so they
+ * may still be in the thread's cache. The threads take the remaining items one by one, so a slow
+ * thread does fewer. A stage too small to share is left to the first thread.
  *
- * A barrier waits for the slowest thread, and on a busy machine the system may suspend a thread for
- * milliseconds. When the calling thread has waited so long that it would have been faster alone, it
- * works alone for four times as long. So at most a fifth of the time is lost. */
+ * A barrier waits for the slowest thread, and a busy machine may suspend a thread for milliseconds.
+ * When the calling thread has waited so long that it would have been faster alone, it works alone
+ * for four times as long. So at most a fifth of the time is lost. */
 
 enum {
-    LLM__LARGE_WORK = 4000000,       /* smallest product to balance over threads, in
-                                      * multiply-adds */
+    LLM__LARGE_WORK = 4000000,       /* smallest product to balance, in multiply-adds */
     LLM__SHARED_WORK = 30000,        /* smallest stage to share, in multiply-adds */
     LLM__THREADS_WORK = 400000,      /* smallest run to start threads for, in multiply-adds */
     LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* bytes read past x_tiles */
@@ -17711,23 +17705,23 @@ enum {
 typedef struct llm__stage {
     const llm_op *op;       /* the operation; the last of fused ones */
     const llm_op *before;   /* operation that each item does first (gate, RoPE); NULL: none */
-    bool rounds;            /* it only rounds the input of op, a product */
-    bool barrier;           /* the threads wait for each other before it */
-    bool each;              /* every thread does all of it, in its own memory */
+    bool rounds;            /* stage that only rounds the input of op, a product */
+    bool barrier;           /* the threads wait for each other before this stage */
+    bool each;              /* every thread does the whole stage, in its own memory */
     bool own_x;             /* each thread has its own copy of the input (norm: of the output) */
     bool own_tiles;         /* each thread has its own copy of the rounded rows */
 } llm__stage;
 
-typedef struct llm__deal {  /* how the items of a stage are dealt out in one run */
+typedef struct llm__deal {  /* how a stage is divided into items in one run */
     const llm__stage *stage;
     int64_t items;
     int64_t next;           /* items taken, besides each thread's own first one */
     int64_t n;              /* rows of activations (swiglu: values) */
     int64_t n_per_item;     /* rows of activations in an item; 0: items are rows of the matrix */
-    int64_t first_rows;     /* rows of the matrix in a thread's own first item */
-    int64_t more_rows;      /* rows of the matrix in any other item */
-    int64_t parts;          /* rounding: items per tile of x; each rounds some of the columns */
-    double amount;          /* work, in multiply-adds or their equivalent in time */
+    int64_t first_rows;     /* matrix rows in a thread's own first item */
+    int64_t more_rows;      /* matrix rows in any other item */
+    int64_t parts;          /* rounding: items per tile of x, each for some columns */
+    double amount;          /* work, in multiply-adds or equivalent time */
     bool shared;            /* all threads take items */
 } llm__deal;
 
@@ -17745,7 +17739,7 @@ typedef struct llm__plan {  /* the result of prepare */
     void *memory;           /* all stages and deals */
 } llm__plan;
 
-/* Most rows in a class of steps */
+/* Most rows in a class of steps. */
 static int llm__class_rows(int class_) {
     static const int rows[LLM__CLASSES] = {1, 2, 4, 8, 16, 32, 64, 128, INT_MAX};
     return rows[class_];
@@ -17757,7 +17751,7 @@ static int llm__class_of(int n) {
     return class_;
 }
 
-/* Rows of x per item: the same in every stage, since a thread's rows may still be in its cache */
+/* Rows of x per item: the same in every stage, since a thread's rows may still be in its cache. */
 static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
@@ -17771,7 +17765,7 @@ static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
 
 /* ---- The plan ---- */
 
-/* How a stage uses a buffer, or stages have used it since the last barrier */
+/* How a stage, or all stages since the last barrier, use a buffer. */
 enum {
     LLM__READ = 1,
     LLM__WRITTEN = 2,
@@ -17802,9 +17796,9 @@ static void llm__plan_touch(llm__planner *p, const llm_op *op) {
 }
 
 /* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote a buffer
- * that it reads or writes, or read a buffer that it writes. A thread's own copy is written by no
- * other thread, so reading it needs no barrier. (Writing own copies counts as writing the buffer,
- * since this is the first thread's copy.) */
+ * that it reads or writes, or read a buffer that it writes. Reading a thread's own copy needs no
+ * barrier, since no other thread writes it. (Writing own copies counts as writing the buffer, which
+ * is the first thread's copy.) */
 static void llm__plan_add(llm__planner *p, llm__stage stage) {
     int n = p->program->n_buffers + 1;
     stage.barrier = p->n_stages == 0 || !(p->program->fusions & LLM_FUSE_SIDE_BY_SIDE);
@@ -17835,13 +17829,13 @@ static void llm__plan_norm(llm__planner *p, llm__stage stage) {
     if (stage.each) p->own = op->out;
 }
 
-/* Is it a product with one matrix, or with the matrices of experts? */
+/* Is it a product with one matrix or with the matrices of experts? */
 static bool llm__is_product(const llm_op *op) {
     return op->kind == LLM_OP_MATMUL || op->kind == LLM_OP_EXPERTS;
 }
 
 /* Bytes of the rounded input of a product, for n tokens. The tiles of an expert's rows begin at
- * twice the index of the first of them: m rows fill tiles of m rows (m <= 8) or of fewer than 2 m
+ * twice the index of the first row: m rows fill tiles of m rows (m <= 8) or of fewer than 2 m
  * rows. */
 static uint64_t llm__rounded_bytes(const llm_op *op, int64_t n) {
     uint64_t bytes, rows = op->kind == LLM_OP_EXPERTS
@@ -17853,8 +17847,7 @@ static uint64_t llm__rounded_bytes(const llm_op *op, int64_t n) {
                : UINT64_MAX;
 }
 
-/* Plan a product. If its weights are multiplied as integers, a stage before it rounds its input,
- * unless that is done already. */
+/* Plan a product. If its weights are multiplied as integers, an earlier stage rounds its input. */
 static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
     const llm_op *op = stage.op;
     int x = op->in[0], group = llm__x_group(op->weight->type), rounded = p->program->n_buffers;
@@ -17985,7 +17978,7 @@ static llm__plan *llm__plan_new(const llm__cpu *cpu, const llm_program *program,
     return plan;
 }
 
-/* ---- How the items of a stage are dealt out ---- */
+/* ---- Dividing a stage into items ---- */
 
 /* An attention item is one kv head and up to 128 (token, head) rows of a sequence. Items are
  * counted from the end: the last rows of a prompt see the most positions, and long items should
@@ -18031,13 +18024,13 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
     if (stage->op->kind == LLM_OP_MATMUL && cpu->n_threads > 1 &&
         deal->n >= 2 * LLM__X_TILE * cpu->n_threads && share * (int64_t)sizeof(float) < 4096) {
         /* A thread's part of a result row would be shorter than a page, and the threads'
-         * prefetchers would take cache lines from each other. So items are rows of x. */
+         * prefetchers would compete for cache lines. So items are rows of x. */
         deal->n_per_item = llm__share_of_rows(cpu, deal->n);
         deal->items = llm__divide_up(deal->n, deal->n_per_item);
     } else {
-        /* Each thread gets one long run of rows of the matrix, because a new stream from memory
-         * starts slowly. The rest of a large matrix is dealt out in small items, so that all
-         * threads finish together. */
+        /* Each thread gets one long run of matrix rows, because a new stream from memory starts
+         * slowly. The rest of a large matrix is divided into small items, so that all threads
+         * finish together. */
         bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
         deal->first_rows = small ? llm__divide_up(share, LLM__PANEL) * LLM__PANEL
                                  : share * 15 / 16 / 64 * 64;
@@ -18048,8 +18041,8 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
     }
 }
 
-/* Deal out an operation whose items are rows of activations. The factors (work per value) are
- * rough: they only decide which stages are shared. */
+/* Divide an operation whose items are rows of activations. The factors (work per value) are rough:
+ * they only decide which stages are shared. */
 static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *deal) {
     const llm_attention_shape *a = &op->attention;
     int64_t width = op->out >= 0 ? step->program->buffers[op->out].width
@@ -18083,7 +18076,7 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
     else if (llm__is_product(stage->op)) llm__deal_matmul(cpu, stage, deal);
     else if (stage->op->kind == LLM_OP_ATTENTION) llm__deal_attention(step, stage->op, deal);
     else llm__deal_rows(step, stage->op, deal);
-    /* a small product is also shared if the stage before it is, with no barrier between */
+    /* a small product is shared, too, if the previous stage is and no barrier is between them */
     bool beside = llm__is_product(stage->op) && !stage->barrier && ahead && ahead->shared;
     deal->shared = !stage->each && deal->items > 1 && cpu->n_threads > 1 &&
                    (deal->amount >= LLM__SHARED_WORK || beside);
@@ -18091,7 +18084,7 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
 
 /* ---- The work of an item ---- */
 
-/* The first thread's own copy is the shared buffer. Those of the others are at the end of their
+/* The first thread's own copy is the shared buffer. The other threads' are at the end of their
  * scratch memory, and valid until the run ends. */
 static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch,
                            size_t from_end) {
@@ -18139,14 +18132,14 @@ static void llm__round_item(const llm__step *step, const llm__deal *deal, int64_
 }
 
 /* Do matrix tiles multiply n rows of x faster than vector registers? q6_K has two scales per block,
- * so its tiles always take 32 rows. For 17 to 24 rows, vector registers unpack 4-bit weights fast
- * enough to beat two tiles, the second of which would be half empty. */
+ * so its tiles always take 32 rows. For 17 to 24 rows and 4-bit weights, vector registers beat two
+ * tiles, the second of which would be half empty. */
 static bool llm__tiles_pay(llm__layout l, int64_t n) {
     if (l.quads == 4 && n > LLM__X_TILE && n <= LLM__X_TILE + 8) return false;
     return n > (l.quads == 6 ? 12 : 8);
 }
 
-/* Arguments of the product of a group of rows of x with matrix w */
+/* Arguments of the product of a group of rows of x with matrix w. */
 static llm__matmul_args llm__matmul_args_of(const llm__step *step, const llm__deal *deal,
                                             const llm_op *op, const llm_weight *w,
                                             const llm__group *g, void *scratch) {
@@ -18170,8 +18163,9 @@ static llm__matmul_args llm__matmul_args_of(const llm__step *step, const llm__de
     return args;
 }
 
-/* Multiply some rows of the group by the matrix, or all its rows by some rows of the matrix. Every
- * few panels need all rows of x, so a long prompt is cut into parts that stay in the L2 cache. */
+/* Multiply some rows of the group by the matrix, or all its rows by some rows of the matrix. All
+ * rows of x are read for every few panels, so a long prompt is cut into parts that stay in the L2
+ * cache. */
 static void llm__multiply_group(const llm__step *step, const llm__deal *deal, const llm__group *g,
                                 int64_t item, void *scratch) {
     const llm__cpu *cpu = step->cpu;
@@ -18207,7 +18201,7 @@ static void llm__multiply_group(const llm__step *step, const llm__deal *deal, co
                       (size_t)(x_row / LLM__X_TILE) * args.x_tile_bytes;
         args.out = whole.out + x_row * args.w->rows;
         gate.n = args.n, gate.x = args.x, gate.x_tiles = args.x_tiles, gate.out = args.out;
-        /* the gate's results must stay in the L2 cache: limit the rows of the matrix */
+        /* the gate's results must stay in the L2 cache: limit the matrix rows */
         int64_t run =
             args.gate
                 ? llm__max(LLM__GATE_CACHE_BYTES / (args.n * (int64_t)sizeof *args.out) / 64, 1) *
@@ -18221,8 +18215,8 @@ static void llm__multiply_group(const llm__step *step, const llm__deal *deal, co
     }
 }
 
-/* Attention for rows of a sequence's queries. The tokens of a tree see different positions, so each
- * is computed by itself. */
+/* Attention for some of a sequence's query rows. The tokens of a tree see different positions, so
+ * they are computed one by one. */
 static void llm__attend(const llm__kernels *kernels, const llm__attention_args *args, int sequence,
                         int kv_head, int first, int end, void *scratch) {
     int run = llm__is_tree(args->batch, sequence) ? args->shape.n_heads / args->shape.n_kv_heads
@@ -18249,7 +18243,7 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
         llm__plain_attention(&args, (int)item, (float *)scratch);
         return;
     }
-    /* this choice must not depend on the batch: all rows of a sequence are computed alike */
+    /* must not depend on the batch: all rows of a sequence are computed alike */
     args.tiles = cpu->isa >= LLM_ISA_AMX && args.cache->type == LLM_F16 &&
                 group >= LLM__SHARING_HEADS && !(op->attention.cap > 0) &&
                 !(op->attention.alibi > 0);
@@ -18358,7 +18352,7 @@ static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     if (start > 0) *waited += llm_seconds() - start;
 }
 
-/* For a profile. llm__lap_begins ends the previous lap: the time since the previous call is charged
+/* For a profile. llm__lap_begins ends the previous lap: it charges the time since the previous call
  * to that call's operation. deal NULL: the run ends. */
 typedef struct llm__lap {
     double *seconds, start;
@@ -18422,7 +18416,7 @@ static void llm__run_team(const llm__step *step, llm__deal *deals, int n) {
         if (omp_get_thread_num() == 0) waited -= llm_seconds();
     }
     double end = llm_seconds();
-    waited += end; /* with the wait at the end of the parallel region */
+    waited += end; /* includes the wait at the end of the parallel region */
     if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start))
         cpu->alone_until = end + 4 * waited;
 }
@@ -18468,9 +18462,9 @@ static const llm__variant *llm__find_variant(const llm__step *step, bool head) {
     return &plan->variants[head][llm__class_of(rows)][inside];
 }
 
-/* Deal out the stages of a part, and return their number. If variant and number of rows are those
- * of the last run, only the deals of attention change. (Cache lines that are not written stay valid
- * in the other cores.) */
+/* Divide the stages of a part into items; returns their number. If variant and number of rows are
+ * those of the last run, only attention's deals change. (Cache lines that are not written stay
+ * valid in the other cores.) */
 static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
     llm__plan *plan = (llm__plan *)step->program->plan;
     const llm__variant *v = llm__find_variant(step, head);
@@ -18513,7 +18507,7 @@ static bool llm__cpu_run(void *context, const llm_program *program, llm_part par
     if (!llm__check_step(&step, part, err)) return false;
     llm__deal *head, *deals = NULL;
     int n_deals = part & LLM_BODY ? llm__deal_part(&step, false, &deals) : 0;
-    if (part & LLM_HEAD) { /* its deals follow the body's, so one run does both */
+    if (part & LLM_HEAD) { /* after the body's, so one run does both */
         n_deals += llm__deal_part(&step, true, &head);
         if (!deals) deals = head;
     }
@@ -18554,9 +18548,9 @@ static bool llm__cpu_stage(void *context, const llm_program *program, llm_part p
 /* ---- Prepare ---- */
 
 /* Reserve scratch memory for each thread, large enough for each of these: a tile of unpacked
- * weights that fits in the L2 cache (or four rows, if that is more); packed panels and matrix
- * tiles; attention in tiles; all scores of a query (naive attention). The thread's own copies
- * follow. Memory never shrinks, so programs prepared earlier still fit. */
+ * weights that fits in the L2 cache (or four rows, if larger); packed panels and matrix tiles;
+ * attention in tiles; all scores of a query (naive attention). The thread's own copies follow.
+ * Memory never shrinks, so programs prepared earlier still fit. */
 static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const llm_limits *limits,
                              llm_error *err) {
     int64_t max_cols = 1, head_dim = 1, rows = llm__max(limits->max_tokens, limits->max_logits);
@@ -18868,7 +18862,7 @@ void llm_backend_free(llm_backend *backend) {
 }
 
 /* Round n up: to a power of two if n <= 8, to a multiple of 8 if n < 128, otherwise to a multiple
- * of an eighth of the largest power of two <= n. From 64 on, this adds at most an eighth, and gives
+ * of an eighth of the largest power of two <= n. From 64 on, this adds at most an eighth and gives
  * only a few dozen sizes. */
 int llm_rounded_rows(int n) {
     int step = 8, rounded = 1;
