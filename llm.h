@@ -1838,8 +1838,8 @@ static void llm__set_state(llm__scheduler *s, llm__sequence *seq, llm_state stat
     llm__trace(s->tracer, event);
 }
 
-/* Insert a request in rank order. Among equal ranks, the newer goes first, so that it overtakes
- * exactly 64 x priority requests. */
+/* Insert a request in rank order. Of equal ranks, the newer comes first: it overtakes exactly 64 x
+ * priority requests. */
 static void llm__queue_insert(llm__queue *q, llm__request *request) {
     llm__request *after = q->last;
     while (after && after->rank >= request->rank) after = after->previous;
@@ -1870,8 +1870,8 @@ static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, i
 
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
 
-/* End a sequence and free its blocks. A request ends with its last sample. Call llm__remove_ended
- * afterwards. */
+/* End a sequence and free its blocks. A request ends with its last sample. The caller then calls
+ * llm__remove_ended. */
 static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     llm__request *request = seq->request;
     if (seq->state != LLM_WAITING) {
@@ -1923,8 +1923,8 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
 static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
-    /* A priority level is worth 64 ids. Later requests have larger ids, so only a limited number of
-     * them can overtake this one: no request starves. */
+    /* A priority level is worth 64 ids. Only a limited number of later requests can overtake this
+     * one, since ids grow: no request starves. */
     request->rank = (int64_t)request->id - 64 * (int64_t)request->params.priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
@@ -2055,8 +2055,8 @@ static bool llm__sees_all(const llm__request *request) {
     return request->params.logits_hook || request->hidden;
 }
 
-/* Resume preempted sequences, the oldest first, up to the first that does not fit: newer ones must
- * not starve it. */
+/* Resume preempted sequences, oldest first, up to the first that does not fit: newer ones must not
+ * starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -2064,7 +2064,7 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
         if (seq->n_saved > 0) {
             if (!llm__swap_in(s, seq, err)) return false;
-        } else { /* compute what a hook or an embedding has not seen */
+        } else { /* compute what the hook or embedding still needs */
             int known = seq->n_tokens - 1;
             if (llm__sees_all(seq->request)) known = (int)llm__min(known, seq->n_seen);
             seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens,
@@ -2092,7 +2092,7 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
         llm__queue_insert(&s->running, request);
         request->admitted = true;
         s->n_places += request->n_live;
-        if (request->restored) { /* its samples continue as after a preemption */
+        if (request->restored) { /* its samples resume as if preempted */
             for (int i = 0; i < (request->forked ? request->params.n_samples : 1); i++)
                 if (!seq[i].finish) llm__enter(s, &seq[i], LLM_PREEMPTED, 0);
             if (!llm__resume(s, err)) return false;
@@ -2115,12 +2115,12 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
 
 /* Decide how many tokens of each sequence are in the step. Decoding sequences come first, so that
  * prompts do not delay them; prompts share the rest of the budget. If not all decoding sequences
- * fit, `turn` rotates which is first. */
+ * fit, they take turns (`turn`). */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
     for (int pass = 0; pass < 2; pass++) {
-        bool prefill = chunked ? pass == 1 : pass == 0; /* whole prompts first: else they starve */
+        bool prefill = chunked ? pass == 1 : pass == 0; /* whole prompts first: they would starve */
         for (int i = 0; i < n && budget > 0; i++) {
             llm__sequence *seq = s->sequences[prefill ? i : (i + s->turn) % n];
             if (seq->state != (prefill ? LLM_PREFILL : LLM_DECODE)) continue;
@@ -2138,7 +2138,7 @@ static void llm__select(llm__scheduler *s) {
 }
 
 /* Give the selected sequences, oldest first, the blocks that they will write to. When the pool is
- * empty, preempt the newest sequence that has blocks; it may be the one that needs more. */
+ * empty, preempt the newest sequence that has blocks, even if it is the one that needs more. */
 static bool llm__secure(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -2155,8 +2155,8 @@ static bool llm__secure(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Make the pending copies. The block tables already name the copies, so those that fail stay
- * pending, and the next step makes them first. */
+/* Make the pending copies. The block tables already name the copies, so copies that fail stay
+ * pending for the next step. */
 static bool llm__run_copies(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__pool *pool = &s->pool;
@@ -2180,7 +2180,7 @@ static void llm__batch_clear(llm__scheduler *s) {
     s->batch.parents = NULL;
 }
 
-/* Add the tokens first .. first + count - 1 of a sequence to the batch, with logits from position
+/* Add tokens first .. first + count - 1 of a sequence to the batch, with logits from position
  * `wanted` on. */
 static void llm__batch_add(llm__scheduler *s, llm__sequence *seq, int first, int count,
                            int wanted) {
@@ -2273,9 +2273,9 @@ static bool llm__proposals_drawn(const llm__sequence *seq) {
     return r->sampling.temperature > 0 && !r->lookup && seq->depth > 0;
 }
 
-/* Can the device draw this sequence's tokens? A hook needs the logits on the host, and the test of
- * drawn proposals compares whole distributions there. In a tree, what is known of a row's past or
- * wanted for its position depends on the branch. */
+/* Can the device draw this sequence's tokens? Hooks need the logits on the host, and drawn
+ * proposals are tested there against whole distributions. In a tree, penalties and top_logprobs
+ * depend on the branch. */
 static bool llm__device_draws(const llm__sequence *seq) {
     const llm_request *r = &seq->request->params;
     const llm_sampling *p = &r->sampling;
@@ -2289,8 +2289,8 @@ static llm__past llm__past_of(const llm__sequence *seq, int n) {
     return past;
 }
 
-/* Describe the draw of a sequence's token after `position`, from row `row`. The list of adjustments
- * goes to `list`. draft: the logits are the draft's. */
+/* Describe the draw of a sequence's token after `position`, from row `row`. The adjustments are
+ * written to `list`. draft: the logits are the draft's. */
 static llm_draw llm__draw_of(llm__sampler *s, llm_adjustment *list, const llm__sequence *seq,
                              int row, int position, bool draft) {
     const llm_request *r = &seq->request->params;
@@ -2385,7 +2385,7 @@ static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm_
     return n_outcomes;
 }
 
-/* Choose a sequence's next token, and write it after the known ones. llm__commit makes it known. */
+/* Choose a sequence's next token and write it after the known ones. llm__commit makes it known. */
 static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm__request *request = seq->request;
@@ -2399,7 +2399,7 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
         r->logits_hook(r->user, request->id, seq->sample, outcome->position, e->hooked);
         logits = e->hooked;
     }
-    /* the row is for the hook only */
+    /* only the hook needs this row */
     if (outcome->position < seq->n_tokens - 1 || request->limit == r->n_prompt) return;
     int32_t id = outcome->id;
     if (llm__proposals_drawn(seq) && llm__has_child(seq, seq->row)) /* chapter 2 */
@@ -2463,7 +2463,7 @@ static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
     llm__table_keep(&s->pool, &seq->table, seq->tokens, llm__tokens_known(s, seq));
 }
 
-/* The prompt is in the cache: start all samples from its blocks. */
+/* Start all samples of a request from its prompt's blocks, which are in the cache. */
 static void llm__fork(llm__scheduler *s, llm__request *request) {
     llm__sequence *first = &request->sequences[0];
     request->forked = true;
@@ -2558,7 +2558,7 @@ static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x
 }
 
 /* Apply the result of a step. If it failed (!ok), only sequences whose tokens were chosen advance,
- * and not those with branches, which may not be joined. */
+ * and no sequence with branches, since these may not be joined. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
     double start = llm_seconds();
@@ -2590,7 +2590,7 @@ static void llm__commit(llm_engine *e, bool ok) {
 /* ---- Events ---- */
 
 /* Offset in text (n bytes) of the first stop text; n: none. whole: find a complete stop text; else
- * one that the end of the text cuts off. */
+ * the beginning of one at the end of the text. */
 static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, bool whole) {
     for (size_t at = 0; at < n; at++)
         for (int i = 0; i < r->n_stop; i++) {
@@ -2601,8 +2601,8 @@ static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, b
     return n;
 }
 
-/* Set an event's text: what was held back, the token's text and, if the sequence ends, what the
- * stream holds. Returns whether a stop text was found. */
+/* Set an event's text: the text held back, the token's text and, if the sequence ends, the rest of
+ * the stream. Returns whether a stop text was found. */
 static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event) {
     const llm_tokenizer *tokenizer = e->model->tokenizer;
     const llm_request *r = &seq->request->params;
@@ -2612,7 +2612,7 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     if (event->finish) n += llm_stream_decode(tokenizer, &seq->stream, -1, text + n);
     size_t given = llm__find_stop(r, text, n, true);
     bool stopped = given < n;
-    /* hold back what may become a stop text */
+    /* hold back the possible beginning of a stop text */
     if (!stopped && !event->finish) given = llm__find_stop(r, text, n, false);
     event->text = text;
     event->text_length = given;
@@ -2621,7 +2621,7 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     return stopped;
 }
 
-/* Emit an event for a token (-1: none). finish: why the sequence ends, if it does. Returns the
+/* Emit an event for a token (-1: none). finish: why the sequence ends; 0: it does not. Returns the
  * event's `finish`, which a stop text may change. */
 static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob,
                                   bool accepted, llm_finish finish) {
@@ -2751,7 +2751,7 @@ static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t 
                        (long long)value, (long long)low, (long long)high);
 }
 
-/* Check the options, and set those that the caller left to the engine. */
+/* Check the options and fill in those that the caller left open. */
 static bool llm__engine_options(llm_engine_options *o, const llm_model *model, llm_error *err) {
     const llm_config *c = &model->config;
     const char *note = model->context_note;
@@ -2785,13 +2785,13 @@ static llm_device_state llm__device_state(const llm_backend *b) {
     return state;
 }
 
-/* Limit on the blocks of a pool whose size the engine chooses, unless all sequences together can
- * use more. The host needs about a hundred bytes per block, and a large GPU has room for 10^8
- * blocks of a small model. */
+/* Most blocks in a pool whose size the engine chooses, unless all sequences together can use more.
+ * The host needs about a hundred bytes per block, and a large GPU has room for 10^8 blocks of a
+ * small model. */
 enum { LLM__MANY_BLOCKS = 1 << 20 };
 
 /* Choose the number of blocks: what fits into cache_bytes. If that is 0: on a device, what fits,
- * with the draft's, into the share of its memory; on the CPU, what all sequences can use, up to 1
+ * with the draft's, into its share of the memory; on the CPU, what all sequences can use, up to 1
  * GiB (or one context). */
 static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o,
                                int64_t *n_blocks, llm_error *err) {
@@ -2832,8 +2832,7 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
 }
 
 /* Rows of logits in a slice: as many as fit into 16 MB, and at least one. A device that draws
- * tokens gets a row for every sequence, since a further slice costs it another pass over the output
- * matrix. */
+ * tokens gets a row for every sequence, since each further slice reads the output matrix again. */
 static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
     int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
     if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
@@ -3033,8 +3032,8 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
     return true;
 }
 
-/* Make room for the present events and for those that the live samples can add before the next
- * step: per sample, a token, the accepted proposals and a cancellation. */
+/* Make room for the present events and for those that live samples can add before the next step:
+ * per sample, a token, the accepted proposals and a cancellation. */
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
     int64_t wanted = e->n_events +
                      (e->scheduler.n_live + n_more) * (e->options.max_speculation + 2);
@@ -3057,7 +3056,7 @@ static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size)
     return piece;
 }
 
-/* Lay out a request and all memory of its samples in one allocation, so that steps allocate
+/* Divide one allocation into a request and all memory of its samples, so that steps allocate
  * nothing. text: bytes for the text of a step's events. Returns the total size in bytes. */
 static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks,
                                     int dim) {
@@ -3102,7 +3101,7 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
     return used;
 }
 
-/* Bytes for the text of a step's events: that of each token that may be accepted, and the text held
+/* Bytes for the text of a step's events: of each token that may be accepted, and the text held
  * back. */
 static size_t llm__text_bytes(const llm_engine *e, const llm_request *r, int depth) {
     size_t longest = 0;
@@ -3116,7 +3115,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     const llm_engine_options *o = &e->options;
     const llm__pool *pool = &e->scheduler.pool;
     int room = o->context_length - r->n_prompt;
-    llm__request plan; /* to compute the size */
+    llm__request plan; /* only to compute the size */
     memset(&plan, 0, sizeof plan);
     plan.params = *r;
     plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
@@ -3169,9 +3168,9 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
 
 /* ---- Sessions ----
  * A session is a header, a request's settings and, for each sample, its tokens, some counts and its
- * full blocks. (The rest of a partly filled block may be data of other requests.) Each llm__move
- * function writes or reads its part of a session. A restored request continues like a preempted
- * one, and finds its blocks in the prefix cache; those that did not fit into the pool are computed
+ * full blocks. (The rest of a partly filled block may belong to other requests.) Each llm__move
+ * function writes or reads its part of a session. A restored request continues like a preempted one
+ * and finds its blocks in the prefix cache; blocks that did not fit into the pool are computed
  * again. */
 
 typedef struct llm__session {
@@ -3186,9 +3185,9 @@ typedef struct llm__session_head {
     uint64_t checksum; /* hash of all bytes after the header */
 } llm__session_head;
 
-/* The header of a session that fits this engine. `engine` is a hash of the models' shapes, the
- * first bytes of their tensors, and their cache layouts. data: the whole session, for the checksum;
- * NULL: no checksum. */
+/* The header of a session of this engine. `engine` is a hash of the models' shapes, the first bytes
+ * of their tensors, and their cache layouts. data: the whole session, for the checksum; NULL: no
+ * checksum. */
 static llm__session_head llm__head_of(const llm__scheduler *s, const char *data, size_t size) {
     llm__session_head head = {"llm 3", s->swap_block_bytes, 0};
     for (int k = 0; k < 2 && s->networks[k]; k++) {
@@ -3238,7 +3237,7 @@ static bool llm__move_settings(llm__session *m, llm_request *r, bool *forked) {
     return ok;
 }
 
-/* Write or read a sample without its *n_blocks blocks. False: the values read are not valid. */
+/* Write or read a sample without its *n_blocks blocks. False: invalid values were read. */
 static bool llm__move_sample(llm_engine *e, llm__session *m, llm__sequence *seq, int *n_blocks) {
     const llm__request *request = seq->request;
     const llm_request *r = &request->params;
@@ -3329,7 +3328,7 @@ static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *sav
     llm__table_clear(pool, table);
 }
 
-/* Create the request of a session, without its blocks. r holds what is not saved: the hook and
+/* Create the request of a session, without its blocks. r has what is not saved: the hook and
  * `user`. NULL: the session is damaged, or the error is set. */
 static llm__request *llm__restore(llm_engine *e, llm__session *m, llm_request r, llm_error *err) {
     bool forked = false, ok = llm__move_settings(m, &r, &forked);
@@ -3613,7 +3612,7 @@ static int llm__add_proposal(llm__sequence *seq, int parent, int32_t token) {
 
 /* Propose the tokens that followed an earlier occurrence of the last few tokens (Saxena 2023,
  * "Prompt lookup decoding"): names, quotations and code repeat. With branches, several occurrences
- * share the proposals: the longest first, and of equal ones the latest. */
+ * share the proposals: the longest first; of equal lengths, the latest first. */
 static void llm__propose_lookup(llm__sequence *seq) {
     int n = seq->n_tokens, left = (int)llm__max(seq->request->branches, 1);
     int32_t *tokens = seq->tokens;
@@ -3632,9 +3631,8 @@ static void llm__propose_lookup(llm__sequence *seq) {
 
 /* ---- A draft model ---- */
 
-/* Drawn proposals use random numbers of their own: lane 0 is for plain sampling; 1 draws a
- * proposal, 2 tests it, 3 draws the correction. Lanes 5 and 6, 9 and 10, ... are for further
- * branches. */
+/* Drawn proposals use separate random numbers: lane 0 is for plain sampling; 1 draws a proposal, 2
+ * tests it, 3 draws the correction. Lanes 5 and 6, 9 and 10, ... are for further branches. */
 static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
     const llm_request *r = &seq->request->params;
     return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32,
@@ -3648,7 +3646,7 @@ static float *llm__proposal_distribution(const llm__speculator *sp, const llm__s
            ((size_t)seq->index * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
 }
 
-/* Draw a token from max(0, p - q), normalised. q NULL: it is 0. If all is 0: `last`. */
+/* Draw a token from max(0, p - q), normalised. q NULL: 0. If that is 0 everywhere: `last`. */
 static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t last, double u) {
     double total = 0;
     for (int pass = 0; pass < 2; pass++) { /* add up, then find the token at u x total */
@@ -3703,7 +3701,7 @@ static void llm__branch_out(llm__speculator *sp, llm__sequence *seq) {
                 if (id >= vocab || llm__find_child(seq, row, id)) id = -1;
             }
         } else {
-            float *q = sp->target; /* until the target's pass */
+            float *q = sp->target; /* free until the target's pass */
             memcpy(q, llm__proposal_distribution(sp, seq, row), (size_t)vocab * sizeof *q);
             for (int child = 0; (child = llm__next_child(seq, row, child)) > 0;)
                 q[seq->tokens[seq->n_tokens - 1 + child]] = 0;
@@ -3720,8 +3718,8 @@ static int llm__chain_length(const llm__sequence *seq) {
     return (int)llm__divide_up(seq->depth, llm__max(seq->request->branches, 1));
 }
 
-/* How many tokens of a sequence the draft must have processed after its next pass: in a prompt as
- * many as the target, else as many as its next proposal needs; 0: nothing to do. */
+/* How many tokens of a sequence the draft must have processed after its next pass: in a prompt, as
+ * many as the target; else as many as its next proposal needs. 0: nothing to do. */
 static int llm__draft_goal(const llm__sequence *seq) {
     if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
     if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
@@ -3779,7 +3777,7 @@ static bool llm__propose(llm_engine *e, llm_error *err) {
 /* p, q: a proposal's probabilities under target and draft; u: uniform in [0, 1). */
 static bool llm__accept(double p, double q, double u) { return u * q < p; }
 
-/* The proposal `id` was rejected: p = max(0, p - q), and q loses its mass; both normalised. */
+/* Reject proposal `id`: p = max(0, p - q), and q loses the probability of `id`; normalise both. */
 static void llm__reject(float *p, float *q, int n, int32_t id) {
     double total = 0, left = 0;
     for (int i = 0; i < n; i++) {
@@ -3794,9 +3792,9 @@ static void llm__reject(float *p, float *q, int n, int32_t id) {
     }
 }
 
-/* After the pass: choose a sequence's next token, for which there are drawn proposals. logits: the
- * target's. Returns the first proposal that is accepted, or the correction. After each rejection, p
- * becomes what is left of it, and q loses the rejected token, since it is not drawn again. */
+/* Choose a sequence's next token where proposals were drawn, after the target's pass. Returns the
+ * first accepted proposal, or the correction. After each rejection, p becomes its rest, and q loses
+ * the rejected token, which is not drawn again. */
 static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq,
                            const float *logits) {
     int n = seq->n_tokens + seq->n_chosen, vocab = sp->vocab_size, row = 0, next;
@@ -3812,8 +3810,8 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
                               llm__lane_random(seq, 3, n));
 }
 
-/* A sequence's next token is chosen. If it was proposed, its row is the next to choose from; else
- * no other row counts. */
+/* Note a sequence's next token. If it was proposed, choose from its row next; else no further row
+ * counts. */
 static void llm__follow(llm__sequence *seq, int32_t id) {
     int row = llm__find_child(seq, seq->row, id);
     seq->n_tested += llm__has_child(seq, seq->row);
@@ -3827,7 +3825,7 @@ static void llm__follow(llm__sequence *seq, int32_t id) {
     seq->row = seq->parents[seq->n_accepted++] = row;
 }
 
-/* Move the accepted branches together in the cache. */
+/* Make the slots of accepted branches contiguous in the cache. */
 static bool llm__join_branches(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm_backend *b = e->options.backend;
@@ -4042,7 +4040,8 @@ static void llm__sampler_free(llm__sampler *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* The largest likelihood is 2^bits: at most 2^44, and so small that the sum of n is below 2^63. */
+/* The largest likelihood is 2^bits: at most 2^44, and small enough that n of them add up to less
+ * than 2^63. */
 static int llm__likelihood_bits(int n) {
     int bits = 44;
     while ((int64_t)n >> (63 - bits)) bits--;
@@ -4054,7 +4053,7 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     size_t draws = (size_t)max_draws;
     s->vocab_size = vocab_size;
     s->bits = llm__likelihood_bits(vocab_size);
-    s->max_adjustments = vocab_size + 64 * max_draws; /* 64 per draw, plus one list of all tokens */
+    s->max_adjustments = vocab_size + 64 * max_draws; /* 64 per draw, and one list of all tokens */
     s->heap = (llm__token_logit *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
     s->kept = (llm__token_logit *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
     s->places = (int32_t *)llm__new((size_t)vocab_size, sizeof *s->places, "the sampler", err);
@@ -4100,7 +4099,7 @@ static llm_adjustment *llm__adjustment(llm__sampler *s, llm_adjustment *list, in
     return &list[place];
 }
 
-/* List the changes of logits before a draw, one entry per token. Returns their number. */
+/* List the changes to logits before a draw, one entry per token. Returns their number. */
 static int llm__adjust(llm__sampler *s, const llm_sampling *p, llm__past past, llm_adjustment *to) {
     int n = 0, window = p->penalty_window && p->penalty_window < past.n ? p->penalty_window
                                                                         : past.n;
@@ -4110,7 +4109,7 @@ static int llm__adjust(llm__sampler *s, const llm_sampling *p, llm__past past, l
         for (int i = past.n - window; i < past.n; i++)
             llm__adjustment(s, to, &n, past.tokens[i])->penalty = p->repetition_penalty;
     if (p->presence_penalty == 0 && p->frequency_penalty == 0) return n;
-    for (int i = past.n_prompt; i < past.n; i++) /* `minus` counts first */
+    for (int i = past.n_prompt; i < past.n; i++) /* `minus` is a count at first */
         llm__adjustment(s, to, &n, past.tokens[i])->minus++;
     for (int i = 0; i < n; i++)
         if (to[i].minus > 0)
@@ -4166,7 +4165,7 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
         llm__sift_down(s->heap, n, 0);
     }
     if (!all && p->top_p < 1) {
-        /* the rest of the k tokens, which min-p cut off, still count towards the mass */
+        /* the rest of the k tokens, which min-p removed, still count towards the mass */
         total = sum;
         for (int i = n_kept; i < limit; i++) {
             total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
@@ -4206,7 +4205,7 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
         if (llm__likelier(s->heap[i], s->heap[best])) best = i;
 
     llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
-    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* or infinite logits */
+    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or infinite logits */
         shaped.kept = &s->heap[best];
         shaped.n = 1;
         shaped.mass = 1;
@@ -4225,7 +4224,7 @@ static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling
                           : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
 }
 
-/* Draw a token: the first at which the running sum of likelihoods exceeds a random number below the
+/* Draw a token: the first at which the running sum of likelihoods exceeds a random share of the
  * mass. random: a number in [0, 1), times 2^64. */
 static int32_t llm__sample_at(llm__sampler *s, const llm_sampling *p, const float *logits,
                               const llm_adjustment *list, int n, uint64_t random) {
@@ -4460,7 +4459,7 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
         pool->copy_from[pool->n_copies] = from;
         pool->copy_to[pool->n_copies++] = to;
         table->blocks[shared] = to;
-        llm__pool_drop(pool, from); /* it is shared, so its content stays until it is copied */
+        llm__pool_drop(pool, from); /* shared, so its content stays until it is copied */
         llm__trace_block(pool, table, LLM_TRACE_COPY, shared, to);
     }
     for (int i; (i = table->n_blocks) < wanted; table->n_blocks++) {
@@ -4471,7 +4470,7 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
 }
 
 /* The number of pending copies that can be repeated after a failure: those before the first that
- * overwrites the source of an earlier one. */
+ * overwrites an earlier one's source. */
 static int llm__copies_at_once(const llm__pool *pool) {
     for (int n = 1; n < pool->n_copies; n++)
         for (int i = 0; i < n; i++)
@@ -4485,8 +4484,8 @@ static void llm__copies_done(llm__pool *pool, int n) {
     memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
 }
 
-/* Release the blocks after the first n_tokens tokens, last block first: the beginnings of texts,
- * which are shared more often, are evicted last. */
+/* Release the blocks after the first n_tokens tokens, last block first: the beginnings of texts are
+ * shared more often, so they are evicted last. */
 static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
     int64_t wanted = llm__blocks_for(pool, n_tokens);
     while (table->n_blocks > wanted) {
@@ -4502,7 +4501,7 @@ static void llm__table_clear(llm__pool *pool, llm__table *table) {
     table->identity = table->root;
 }
 
-/* Let `copy` (capacity >= table->n_blocks) share all blocks of `table`. */
+/* Make `copy` (capacity >= table->n_blocks) share all blocks of `table`. */
 static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
     for (int i = 0; i < table->n_blocks; i++) {
         copy->blocks[i] = table->blocks[i];
@@ -4589,13 +4588,12 @@ typedef enum llm__part { /* a tensor of a layer */
                          LLM__UP_BIAS,
                          LLM__DOWN_BIAS,
                          LLM__FFN_POST_NORM,
-                         LLM__QKV,         /* q, k and v in one matrix, split when loaded */
-                         LLM__GATE_UP,     /* gate and up in one matrix */
+                         LLM__QKV,         /* q, k and v in one matrix, split at load */
+                         LLM__GATE_UP,     /* gate and up in one matrix, split at load */
                          LLM__QKV_BIAS,
                          LLM__ATTN_NORM_BIAS,
                          LLM__FFN_NORM_BIAS,
-                         LLM__ROUTER, /* this and the following: of layers with experts; no set
-                                       * of parts has them */
+                         LLM__ROUTER, /* from here on: of layers with experts, in no set of parts */
                          LLM__SHARED_ROUTER,
                          LLM__SHARED_GATE,
                          LLM__SHARED_UP,
@@ -4686,7 +4684,7 @@ static const llm__part_row *llm__parts(void) {
     return table;
 }
 
-/* Sets of parts: bit i stands for part i. */
+/* Sets of parts: bit i is part i. */
 enum {
     LLM__MATRICES = 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__GATE |
         1 << LLM__UP | 1 << LLM__DOWN,
@@ -5201,8 +5199,8 @@ static int llm__emit_part_norm(llm__network *net, int layer, llm__part part, int
     return llm__emit_norm(net, layer, &w[part], bias, llm__parts()[part].name, in, out);
 }
 
-/* out = w . in, + bias if there is one (LLM__N_PARTS: none). The input is permuted first if w has
- * `columns`. */
+/* out = w . in, plus the bias, if any (LLM__N_PARTS: none). If w has `columns`, the input is
+ * permuted first. */
 static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
                                 int in, int out) {
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS + (int)part],
@@ -5272,7 +5270,7 @@ static llm_op *llm__emit_route_op(llm__network *net, llm_op_kind kind, int layer
     return op;
 }
 
-/* The product with a matrix of each row's expert: gate, up or down (0 to 2) */
+/* Multiply each row by a matrix of its expert: gate, up or down (0 to 2). */
 static void llm__emit_expert_matmul(llm__network *net, int layer, int matrix, int in, int out) {
     static const char *const names[] = {"ffn_gate_exps.weight", "ffn_up_exps.weight",
                                         "ffn_down_exps.weight"};
@@ -5288,9 +5286,9 @@ static void llm__emit_swiglu(llm__network *net, int layer, int gate, int up) {
     op->activation = net->model->config.activation;
 }
 
-/* x += the sum of what the token's experts, each a feed-forward block, make of the normalised x
- * (Shazeer et al. 2017; Fedus et al. 2021). The rows are sorted by expert, so that each expert's
- * weights are read once per step, and only if a token needs them. */
+/* x += the weighted sum of the outputs of the token's experts, each a feed-forward block, for the
+ * normalised x (Shazeer et al. 2017; Fedus et al. 2021). The rows are sorted by expert, so each
+ * expert's weights are read once per step, and only if a token needs them. */
 static void llm__emit_experts(llm__network *net, int layer) {
     int h = llm__emit_part_norm(net, layer, LLM__FFN_NORM, LLM__X, LLM__NORMED);
     bool shared = net->parts[layer * LLM__N_PARTS + (int)LLM__SHARED_GATE].data != NULL;
@@ -5318,8 +5316,8 @@ static void llm__emit_experts(llm__network *net, int layer) {
     sum->add = true;
 }
 
-/* The inner activations of the feed-forward block of the normalised x. A parallel layer may have
- * one norm for both blocks. */
+/* Emit the gates of the feed-forward block of the normalised x. A parallel layer may have one norm
+ * for both blocks. */
 static void llm__emit_gates(llm__network *net, int layer) {
     const llm_tensor **parts = net->model->parts + layer * LLM__N_PARTS;
     bool shared = net->model->config.parallel && !parts[LLM__FFN_NORM];
@@ -5344,7 +5342,8 @@ static void llm__emit_layer(llm__network *net, int layer, bool naive) {
     llm__emit_end_of_block(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__FFN_POST_NORM, LLM__GATES);
 }
 
-/* The output matrix is the largest weight, so first gather the rows whose logits are wanted. */
+/* The output matrix is the largest weight, so the rows whose logits are wanted are gathered
+ * first. */
 static void llm__emit_head(llm__network *net) {
     llm_program *p = &net->program;
     p->n_body = p->n_ops;
@@ -5477,8 +5476,8 @@ const char *llm_op_name(llm_op_kind kind) {
     return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
 }
 
-/* How many experts n tokens use, if each uses its k experts independently of the others: exactly k
- * for one token. The batch does not say which ones. */
+/* The expected number of experts that n tokens use, if each uses k experts independently of the
+ * others: exactly k for one token. The batch does not say which ones. */
 static double llm__experts_read(const llm_op *op, double n) {
     return op->n_experts * (1 - pow(1 - (double)op->n_used / op->n_experts, n));
 }
@@ -5679,8 +5678,8 @@ static int llm__first_seen(const llm_attention_shape *shape, int position) {
     return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
-/* ALiBi (Press et al. 2021): a head reduces the score of a key by its slope times the distance. Of
- * 8 heads with `alibi` 8, the slopes are 1/2, 1/4, ... 1/256; heads beyond a power of two lie in
+/* ALiBi (Press et al. 2021): a head reduces the score of a key by its slope times the distance. For
+ * 8 heads with `alibi` 8, the slopes are 1/2, 1/4, ... 1/256; heads beyond a power of two are in
  * between. */
 static float llm__alibi_slope(const llm_attention_shape *shape, int head) {
     int n = 1;
@@ -5734,8 +5733,8 @@ static void llm__plain_matmul(const float *x, const llm_weight *w, const float *
 }
 
 /* SwiGLU and GeGLU (Shazeer 2020): the gate decides how much of each value of `up` passes; without
- * `up`, only the activation. GELU is x times the share of a normal distribution below x; its tanh
- * approximation is x sigmoid(2y) with y = sqrt(2/pi) (x + 0.044715 x^3). */
+ * `up`, only the activation is applied. GELU is x times the share of a normal distribution below x;
+ * its tanh approximation is x sigmoid(2y) with y = sqrt(2/pi) (x + 0.044715 x^3). */
 static void llm__plain_swiglu(llm_activation f, const float *gate, const float *up, int64_t n,
                               float *out) {
     for (int64_t i = 0; i < n; i++) {
@@ -5861,7 +5860,7 @@ static void llm__plain_attention(const llm__attention_args *args, int token, flo
         llm__plain_attention_row(args, s, token, head, scores);
 }
 
-/* The fast executor also uses the next four functions. They compute rows first to end - 1. */
+/* The fast executor uses the next four functions, too. They compute rows first to end - 1. */
 static void llm__embed(const llm_batch *batch, const llm_op *op, int64_t first, int64_t end,
                        float *out) {
     const llm_weight *table = op->weight;
@@ -5921,7 +5920,7 @@ static void llm__route(const llm_op *op, const float *logits, int64_t first, int
     }
 }
 
-/* Sort n routes by expert; routes of one expert keep their order. next (n_experts): scratch */
+/* Sort n routes by expert; routes of one expert keep their order. next (n_experts): scratch. */
 static void llm__group_routes(const llm_op *op, const llm_route *routes, int64_t n, int32_t *next,
                               int32_t *sorted) {
     int32_t *experts = sorted, *tokens = sorted + n, *places = sorted + 2 * n;
@@ -5937,7 +5936,7 @@ static void llm__group_routes(const llm_op *op, const llm_route *routes, int64_t
 }
 
 /* Add to rows first to end - 1 of out (width) the results of their routes, largest factor first,
- * and the shared expert's. n: all routes */
+ * and the shared expert's. n: number of all routes. */
 static void llm__sum_routes(const llm_op *op, const float *results, const llm_route *routes,
                             const int32_t *sorted, const float *shared, const float *shared_factor,
                             int64_t n, int64_t width, int64_t first, int64_t end, float *out) {
@@ -5963,7 +5962,7 @@ typedef struct llm__step {
     int first, n_logits;     /* the head's slice of batch->logit_rows */
 } llm__step;
 
-/* Input `index` of an operation; NULL: none */
+/* Input `index` of an operation; NULL: none. */
 static float *llm__in(const llm__step *step, const llm_op *op, int index) {
     return op->in[index] < 0 ? NULL : step->program->buffers[op->in[index]].data;
 }
@@ -5979,7 +5978,7 @@ static int llm__op_rows(const llm__step *step, const llm_op *op) {
                                                                 : step->batch->n_tokens;
 }
 
-/* Input `index` of an operation: routes, or sorted routes */
+/* Input `index` of an operation: routes or sorted routes. */
 static llm_route *llm__routes_in(const llm__step *step, const llm_op *op, int index) {
     return (llm_route *)(void *)llm__in(step, op, index);
 }
@@ -5988,7 +5987,7 @@ static int32_t *llm__sorted_in(const llm__step *step, const llm_op *op, int inde
     return (int32_t *)(void *)llm__in(step, op, index);
 }
 
-/* Rows of the input of a product that have the same matrix: all of them, or those of an expert */
+/* The rows of a product's input that share a matrix: all of them, or those of one expert. */
 typedef struct llm__group {
     int64_t first, end;      /* rows first to end - 1 */
     const llm_weight *w;
@@ -6036,7 +6035,7 @@ static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *
 
 static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
 
-/* llm_backend.run, with the reference loops */
+/* llm_backend.run with the reference loops. */
 static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
                                const llm_batch *batch, int first, int n_logits, llm_error *err) {
     llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
@@ -6194,7 +6193,7 @@ float llm_f16_to_f32(uint16_t half) { return llm__f16_to_f32(half); }
 
 static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
 
-/* Uses memcpy, since blocks are not aligned. */
+/* memcpy, since blocks are not aligned. */
 static uint16_t llm__read_u16(const void *p) {
     uint16_t x;
     memcpy(&x, p, sizeof x);
