@@ -94,7 +94,7 @@ typedef enum llm_status {
     LLM_OK = 0,
     LLM_ERROR_ARGUMENT,    /* an argument is invalid */
     LLM_ERROR_FILE,        /* a file could not be opened, read, mapped or written */
-    LLM_ERROR_FORMAT,      /* a file is damaged, or not of the format that it claims */
+    LLM_ERROR_FORMAT,      /* a file is damaged, or not in the format that it claims */
     LLM_ERROR_UNSUPPORTED, /* the input is valid, but this engine cannot run it */
     LLM_ERROR_MEMORY,      /* an allocation failed */
     LLM_ERROR_CAPACITY,    /* the request can never fit the context or the cache */
@@ -106,7 +106,8 @@ typedef struct llm_error {
     char message[512];  /* one line, no newline at the end */
     const char *option; /* field of llm_engine_options, llm_request or llm_sampling at fault
                          * ("cache_bytes"); NULL: none. Unless status is LLM_ERROR_MEMORY, the
-                         * message begins with it (a program can put its own name there) */
+                         * message begins with it, so a program can replace it with its own
+                         * name */
 } llm_error;
 
 const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ... */
@@ -267,7 +268,7 @@ typedef struct llm_json {
     int64_t n_nodes;
 } llm_json;
 
-/* Error messages begin with "NAME, line 2, column 7: "; without a name (for a text of one line)
+/* Error messages begin with "NAME, line 2, column 7: " or, without a name (for one-line texts),
  * with "column 7: ". On failure there is nothing to free. */
 bool llm_json_parse(llm_json *json, const char *text, size_t length, const char *name,
                     llm_error *err);
@@ -303,17 +304,17 @@ void llm_tokenizer_free(llm_tokenizer *tokenizer);
 int32_t llm_tokenizer_size(const llm_tokenizer *t);
 int32_t llm_tokenizer_bos(const llm_tokenizer *t); /* -1: none */
 int32_t llm_tokenizer_eos(const llm_tokenizer *t); /* -1: none */
-bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* whether the file asks for a leading BOS */
-bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* whether it asks for a trailing EOS */
-bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* whether it ends an output */
+bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* whether its file asks for a leading BOS */
+bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* whether its file asks for a trailing EOS */
+bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* does it end an output? */
 bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* is it a control token? */
 llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* its text in the file */
 
 enum {
     LLM_TOKENIZE_BOS = 1,    /* begin with BOS if the model's file asks for it */
-    LLM_TOKENIZE_SPECIAL = 2, /* parse special tokens ("<|endoftext|>") in the text; leave it off
-                               * for text that you did not write */
-    LLM_TOKENIZE_EOS = 4     /* end with EOS if the file asks for it; for a whole text only */
+    LLM_TOKENIZE_SPECIAL = 2, /* parse special tokens ("<|endoftext|>") in the text; not for text
+                               * that you did not write */
+    LLM_TOKENIZE_EOS = 4     /* end with EOS if the file asks for it; for complete texts only */
 };
 
 /* Convert text to ids. The text may contain any bytes: invalid UTF-8 is converted byte by byte, and
@@ -429,7 +430,7 @@ typedef struct llm_config { /* the shape of a model */
     int n_experts;      /* experts of a layer; 0: none */
     int n_experts_used; /* experts that the router chooses for each token */
     int expert_dim;     /* width inside an expert */
-    int shared_dim;     /* width inside the expert that serves every token; 0: there is none */
+    int shared_dim;     /* width inside the shared expert, which every token uses; 0: none */
     bool norm_experts;  /* the factors of a token's experts are divided by their sum */
     int n_heads;        /* query heads */
     int n_kv_heads;     /* key/value heads; each serves n_heads / n_kv_heads query heads */
@@ -440,8 +441,9 @@ typedef struct llm_config { /* the shape of a model */
     llm_rope_scaling rope_scaling;
     float rope_factor;          /* divides the frequencies; 1: unscaled */
     int rope_original_context;  /* YaRN: context length before the extension */
-    float rope_beta_fast, rope_beta_slow; /* YaRN: frequencies with rope_beta_slow to rope_beta_fast
-                                           * turns over that context are partly scaled */
+    float rope_beta_fast, rope_beta_slow; /* YaRN: scaling is partial for frequencies with
+                                           * rope_beta_slow to rope_beta_fast turns over that
+                                           * context */
     float rope_magnitude;       /* YaRN: multiplies rotated queries and keys; otherwise 1 */
     float norm_epsilon;
     float local_rope_base;      /* RoPE base of layers with a window, whose frequencies are not
@@ -454,7 +456,7 @@ typedef struct llm_config { /* the shape of a model */
                                  * cap tanh(x / cap); 0: no limit */
     llm_activation activation;  /* of the feed-forward block */
     float alibi;                /* ALiBi, which replaces RoPE: see llm__alibi_slope; 0: RoPE */
-    bool parallel;              /* whether both blocks of a layer read the layer's input */
+    bool parallel;              /* both blocks of a layer read the layer's input */
     int window;         /* positions that a windowed layer sees, the token's own included; 0: all */
     bool tied_output;   /* whether the output matrix is the token embedding */
 } llm_config;
@@ -471,8 +473,8 @@ const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
 /* Why context_length is less than in config.json, for messages; empty if it is the same. */
 const char *llm_model_context_note(const llm_model *model);
-/* Bytes of weights that a decode step of one sequence reads: all, but only one row of an untied
- * embedding, and only the experts that serve the token. */
+/* Bytes of weights that a decode step of one sequence reads: all, except unused experts and all but
+ * one row of an untied embedding. */
 uint64_t llm_model_step_bytes(const llm_model *model);
 /* 2 x n_layers x n_kv_heads x head_dim x bytes per value of the cache. */
 uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type);
@@ -565,8 +567,8 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
                             * draft, only requests that speculate with it share blocks, since the
                             * draft must have read them, too. */
     bool chunked_prefill;  /* split long prompts over steps; default true. false: a prompt is
-                            * computed whole and before anything else, and must fit, with its
-                            * output, into max_batch_tokens */
+                            * computed whole, before anything else, and must fit with its output
+                            * into max_batch_tokens */
     bool naive_attention;  /* use the plain loop, with all scores in memory, for comparison */
     unsigned fusions;      /* allowed fusions: LLM_FUSE_...; default LLM_FUSE_ALL */
     bool host_sampling;    /* draw tokens on the CPU even if the device can: slower, same tokens */
@@ -597,8 +599,8 @@ typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
     float min_p;              /* then keep tokens of at least min_p x the top probability; 0: all */
     float repetition_penalty; /* positive logits of recent tokens are divided by it, negative ones
                                * multiplied; 1: none; at most 1e6 */
-    int penalty_window;       /* recent tokens that are penalized (prompt too); 0: all; default
-                               * 64 */
+    int penalty_window;       /* number of latest tokens penalized, prompt included; 0: all;
+                               * default 64 */
     float presence_penalty;   /* subtracted from the logit of each token generated so far */
     float frequency_penalty;  /* the same, times its occurrences */
     const struct llm_logit_bias *bias; /* (n_bias) changes of logits; copied by llm_submit */
@@ -637,14 +639,14 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     int n_stop;
     int top_logprobs;       /* each event lists this many of the most likely tokens; 0 (default) to
                              * 256 */
-    int priority;           /* the request is queued 64 x priority places earlier; default 0 */
+    int priority;           /* queued 64 x priority places earlier; default 0 */
     int speculate;          /* proposals per step. 0: none; 1 to max_speculation: that many, but at
                              * most max_batch_tokens - 1; LLM_SPECULATE_AUTO: as many as pay off.
                              * Needs a draft or lookup. Greedy output is the same as without
                              * speculation; sampled output has the same distribution, and with
                              * lookup it is the same, too. */
-    int branches;           /* most proposals for the same position, which make a tree; 0 and 1: one
-                             * (a chain). At most LLM_MOST_BRANCHES */
+    int branches;           /* most proposals for the same position, which then form a tree; 0
+                             * and 1: one (a chain). At most LLM_MOST_BRANCHES */
     bool lookup;            /* without a draft: propose the tokens that followed an earlier
                              * occurrence of the latest ones */
     llm_logits_hook logits_hook; /* NULL: none */
@@ -703,9 +705,9 @@ bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, ll
  * `request` may be NULL (defaults); its prompt is ignored. */
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
-/* Run one step. Returns 1: worked, call again; 0: nothing left to do; -1: error. Read all events,
- * including those of llm_cancel, before the next call, which discards them. An error loses no work:
- * the next call repeats what the device failed to do (though a lost GPU fails every time). */
+/* Run one step. Returns 1: worked, call again; 0: nothing left to do; -1: error. Before the next
+ * call, which discards them, read all events, including those of llm_cancel. An error loses no
+ * work: the next call repeats what the device failed to do (though a lost GPU fails every time). */
 int llm_step(llm_engine *engine, llm_error *err);
 /* Get the oldest unread event. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
@@ -750,7 +752,7 @@ typedef struct llm_statistics {    /* totals since engine creation; `now`: the c
     double kv_waste;               /* share of empty slots in the blocks in use, now */
     uint64_t decode_steps;         /* sequences that got tokens, summed over the steps */
     uint64_t proposed, accepted;   /* proposals verified, and proposals accepted */
-    uint64_t proposed_at[16], accepted_at[16]; /* by index in the proposal; [15]: 15 and later */
+    uint64_t proposed_at[16], accepted_at[16]; /* by index among the proposals; [15]: 15 and up */
     int64_t blocks_total;          /* blocks in the pool */
     int64_t blocks_free;           /* free blocks, now */
     int64_t blocks_peak;           /* most blocks in use at once */
@@ -794,8 +796,8 @@ typedef struct llm_weight { /* a matrix in a backend's memory */
     int64_t rows, cols;     /* rows: output width; cols: input width */
     const void *data;       /* device: the values; on the CPU, the mapped file itself */
     void *packed;           /* the backend's copy in the layout of its kernels; NULL: none */
-    const int32_t *columns; /* device (cols): the input's column order; NULL: as it is */
-    bool only_rows;         /* read by embed only, not by matmul */
+    const int32_t *columns; /* device (cols): order of the input's columns; NULL: unchanged */
+    bool only_rows;         /* used by embed only, not by matmul */
 } llm_weight;
 
 /* The ragged batch: all tokens of one step, of any number of sequences. A decode step has one token
@@ -806,7 +808,7 @@ typedef struct llm_weight { /* a matrix in a backend's memory */
  * writes in the same step.
  *
  * The tokens of a sequence may also form a tree: several proposals for the same position. Each then
- * follows its parent, and sees its ancestors and what was cached before the step, but no other
+ * follows its parent and sees its ancestors and all positions cached before the step, but no other
  * branch. All tokens still have slots of their own, in the order of the batch. */
 typedef struct llm_batch {
     int n_tokens;
@@ -883,7 +885,7 @@ const char *llm_op_name(llm_op_kind kind); /* "embed", "rmsnorm", ... */
 
 enum { LLM_OP_INPUTS = 5 };
 
-typedef struct llm_route { /* one of the experts that serve a token */
+typedef struct llm_route { /* one of a token's experts */
     int32_t expert;
     float factor;              /* weight of its result in the sum */
 } llm_route;
@@ -892,7 +894,7 @@ typedef struct llm_op { /* one operation; norms and swiglu may work in place: ou
     llm_op_kind kind;
     int layer;                 /* layer of the model; -1: none */
     int in[LLM_OP_INPUTS];     /* indexes of the buffers that it reads; -1: unused */
-    int out;                   /* buffer that it writes; -1: some of in[] (rope_store) */
+    int out;                   /* buffer that it writes; -1: writes some of in[] (rope_store) */
     bool add;                  /* matmul and rmsnorm: add to `out`, which is then also read */
     const llm_weight *weight;  /* matrix, or vector (a matrix of one row, f32); NULL: none */
     const llm_weight *bias;    /* vector added to each output row; NULL: none */
@@ -901,12 +903,12 @@ typedef struct llm_op { /* one operation; norms and swiglu may work in place: ou
     llm_attention_shape attention; /* parameters of rope_store and attention */
     llm_rope_pairing pairing;  /* rope_store: which dimensions are rotated together */
     int rope_dim;              /* rope_angles and rope_store: rotated dimensions of a head */
-    float scale;               /* rope_angles: multiplies cos and sin; 1 except with YaRN. embed,
-                                * softcap: see there */
+    float scale;               /* rope_angles: multiplies cos and sin (1 without YaRN); embed,
+                                * softcap: see llm_op_kind */
     llm_activation activation; /* swiglu: its function */
     float epsilon;             /* norms and rope_store: term added to the mean square */
-    int n_experts;             /* experts; then `weight` is an array of so many matrices, of one
-                                * type and shape; 0: the operation has to do with no experts */
+    int n_experts;             /* number of experts; `weight` is then an array of as many
+                                * matrices, of one type and shape; 0: no experts */
     int n_used;                /* k, the routes of a token. Sorted routes are (3, T k) int32: expert
                                 * and token of each sorted route; place in that order of each of
                                 * the (T, k) routes */
@@ -940,7 +942,7 @@ typedef struct llm_program {
     int n_ops, n_body;
     llm_buffer *buffers;       /* (n_buffers) */
     int n_buffers;
-    const llm_cache *cache;    /* what the buffer "cache" refers to */
+    const llm_cache *cache;    /* the cache that the buffer "cache" refers to */
     unsigned fusions;          /* fusions that prepare may use: LLM_FUSE_... */
     double *seconds;           /* (n_ops) total seconds per operation, added by run (fused ones
                                 * under one of them); NULL: no profile */
@@ -967,9 +969,9 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
 
 typedef struct llm_stage {     /* one unit of an executor's work */
     int first, last;           /* indexes of its first and last operation in ops */
-    bool rounds;               /* whether it is only the rounding of the input of `last` */
-    bool barrier;              /* whether all threads wait for each other before it */
-    bool each;                 /* whether every thread does all of it, in its own memory */
+    bool rounds;               /* it only rounds the input of `last` */
+    bool barrier;              /* all threads wait for each other before it */
+    bool each;                 /* every thread does all of it, in its own memory */
 } llm_stage;
 
 /* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size have
@@ -983,12 +985,12 @@ typedef struct llm_device_state { /* counters of a device */
     uint64_t launches, replays;
     int proved;            /* families of kernels whose results were checked when the device was
                             * opened; 0: none */
-    double proof_seconds;  /* time that this took */
-    const char *distrusted; /* families whose results were wrong, and by how much: other kernels
-                             * are used instead; NULL: none */
+    double proof_seconds;  /* time that the check took */
+    const char *distrusted; /* families with wrong results, and by how much they were wrong:
+                             * other kernels replace them; NULL: none */
 } llm_device_state;
 
-typedef struct llm_adjustment { /* a token's logit x before the draw: see llm__adjusted */
+typedef struct llm_adjustment { /* how a logit x changes before a draw: see llm__adjusted */
     int32_t token;
     float bias;            /* first x += bias */
     float penalty;         /* then x /= penalty if x > 0, else x *= penalty; 1: none */
@@ -997,7 +999,7 @@ typedef struct llm_adjustment { /* a token's logit x before the draw: see llm__a
 
 typedef struct llm_draw {  /* one token to draw */
     int row;               /* row of the logits; ascending from draw to draw */
-    llm_sampling sampling; /* only its temperature and filters count here */
+    llm_sampling sampling; /* only temperature and filters are used */
     uint64_t random;       /* random number in [0, 1), times 2^64 */
     const llm_adjustment *adjustments; /* (n_adjustments) host: no token occurs twice */
     int n_adjustments, n_top;
@@ -1028,7 +1030,7 @@ struct llm_backend {
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
 
-    /* -- the program -- */
+    /* -- programs -- */
     /* Make a program ready to run: choose kernels, fuse operations, and allocate scratch memory, so
      * that a step allocates nothing. Weights and buffers do not move; the cache may be allocated
      * later. After an error, programs prepared earlier can still run. */
@@ -1132,7 +1134,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <omp.h>
 #endif
 #ifdef LLM_NO_FAST_KERNELS
-/* At -O1, GCC compiles in half the time. (-O0, for a debugger, stays -O0.) */
+/* At -O1, GCC compiles in half the time. (-O0, for a debugger, is kept.) */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
 #pragma GCC push_options
 #pragma GCC optimize("O1")
@@ -1168,7 +1170,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #define MADV_HUGEPAGE 14
 int madvise(void *memory, size_t bytes, int advice);
 #endif
-#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* elsewhere the symbol may have another name */
+#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* elsewhere, its name may differ */
 #define CLOCK_MONOTONIC 1
 int clock_gettime(int clock, struct timespec *time);
 #endif
@@ -1180,7 +1182,7 @@ int clock_gettime(int clock, struct timespec *time);
 
 #ifndef LLM_MALLOC
 #define LLM_MALLOC(bytes) malloc(bytes)
-#define LLM__CALLOC(bytes) calloc(1, bytes) /* zeroes large blocks lazily, when touched */
+#define LLM__CALLOC(bytes) calloc(1, bytes) /* zeroes large blocks only when touched */
 #define LLM_REALLOC(pointer, bytes) realloc(pointer, bytes)
 #define LLM_FREE(pointer) free(pointer)
 #endif
@@ -1263,7 +1265,7 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 /* Prefetch a cache line. */
 #define LLM__PREFETCH(p) __builtin_prefetch(p)           /* into L1 */
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* into L2 */
-#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to write part of it */
+#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to write to it */
 
 typedef struct llm__printable {
     char text[72];
@@ -1470,7 +1472,7 @@ typedef struct llm__pool {
     int32_t *next;      /* (n_blocks) next block in the same bucket; -1: none */
     int64_t n_buckets;  /* a power of two */
     uint64_t last_identity;
-    /* Pending copies for copy-on-write; the device makes them before the next pass. */
+    /* Pending copies (copy-on-write); the device makes them before the next pass. */
     int32_t *copy_from, *copy_to; /* (max_copies) source and destination blocks */
     int n_copies, max_copies;
 } llm__pool;
@@ -1503,8 +1505,9 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_seen;        /* positions whose logits its hook has received, or whose hidden states are
                         * in request->hidden_sum: n_cached <= n_seen <= n_tokens */
     llm__table table;  /* blocks for at least n_cached tokens; empty unless PREFILL or DECODE */
-    int n_saved;       /* saved blocks: 0, or in PREEMPTED enough for n_cached tokens; their places
-                        * in `swap` are in table.blocks, while table.n_blocks is 0 */
+    int n_saved;       /* saved blocks: 0, or in PREEMPTED enough for n_cached tokens;
+                        * table.blocks then lists their places in `swap`, while table.n_blocks is
+                        * 0 */
     int index;         /* index in llm__scheduler.sequences */
     double acceptance; /* moving average of the share of proposals that are accepted */
     llm_stream stream; /* state of the conversion of its tokens to text */
@@ -1520,13 +1523,13 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_scheduled;   /* known tokens in the batch: at most n_tokens - n_cached */
     int depth;         /* number of proposals wanted in this step, at most request->depth */
     int n_proposed;    /* proposals made */
-    bool branched;     /* they are a tree: not each one follows the one before */
+    bool branched;     /* the proposals form a tree, not a chain */
     int row;           /* the row whose logits choose the next token */
     int n_rows;        /* rows of logits used */
     int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: accepted ones and one more */
     int n_tested;      /* positions for which proposals were tested */
     int n_accepted;    /* proposals accepted */
-    bool closed;       /* no more to choose: all proposals were rejected, or the sequence ends */
+    bool closed;       /* no more to choose: proposals rejected, or the sequence ends */
     bool broken;       /* the logits for the next token are not finite */
     char error[128];   /* message of its last event: see llm_event.error */
 } llm__sequence;
@@ -1539,7 +1542,7 @@ struct llm__request { /* exists from llm_submit to the step after its end; one a
     int depth;                /* most proposals per sequence and step */
     int branches;             /* most of them for the same position; 0: no tree */
     int n_live;               /* samples that have not ended */
-    bool admitted;            /* it has moved from llm__scheduler.waiting to `running` */
+    bool admitted;            /* moved from llm__scheduler.waiting to `running` */
     bool forked;              /* the prompt is processed, and all samples have started */
     bool restored;            /* created by llm_session_restore */
     double *hidden_sum;       /* (dim) sum of the hidden states so far; NULL: no embedding */
@@ -1603,7 +1606,7 @@ typedef struct llm__outcome {
 
 typedef struct llm__past { /* the tokens before the one to draw */
     const int32_t *tokens; /* (n) */
-    int n, n_prompt;       /* the first n_prompt of them are the prompt */
+    int n, n_prompt;       /* the first n_prompt are the prompt */
 } llm__past;
 
 typedef struct llm__sampler { /* scratch memory, one per engine */
