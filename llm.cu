@@ -6001,7 +6001,7 @@ bool llm__proof::agree(const llm__proof_batch *batch, int stage) {
     char why[64] = "cannot start";
     if (ran) snprintf(why, sizeof why, "off by %.2g, not %.2g", error, error / far);
     uint64_t blame = cuda->used & LLM__PROOF_OF[kind[i]].families;
-    if (kind[i] == 0) { /* blame only the layout's families, or those of all layouts */
+    if (kind[i] == 0) { /* this layout's families, and those of all layouts */
         int layout = llm__format_of(gpu.ops[i].weight->type)->layout;
         blame &= llm__bit(LLM__FEW + layout) | llm__bit(LLM__MANY + layout) |
             llm__bit(LLM__WGMMA + layout) | llm__bit(LLM__SPLIT_K);

@@ -198,7 +198,7 @@ static bool block_edit(llm_op *op, block_part part, int layer, llm_op *gate) {
     }
 }
 
-/* Plan the engine's program anew, without one part of a layer (-1: of all layers). */
+/* Plan the engine's program again, without one part of a layer (-1: of all layers). */
 static bool block_leave_out(block *x, block_part part, int layer) {
     llm_program *p = x->program;
     llm_error err;

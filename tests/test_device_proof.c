@@ -182,7 +182,7 @@ static void test_once(void **state) {
     }
 }
 
-/* A kernel that cannot start is replaced, too. Other failures end in an error that tells the cause,
+/* A kernel that cannot start is replaced, too. Other failures end in an error that names the cause,
  * and nothing leaks. */
 static void test_failures(void **state) {
     (void)state;

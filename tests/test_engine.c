@@ -1749,7 +1749,7 @@ static void test_adjusted_logits(void **state) {
         llm_sampling plain = llm_sampling_defaults();
         plain.temperature = s.temperature;
         assert_true(llm__sampler_init(&sampler, VOCAB, 1, &err));
-        for (int k = 0; k < 2; k++) { /* twice: a draw leaves no counts behind */
+        for (int k = 0; k < 2; k++) { /* twice: a draw resets its counts */
             float right[VOCAB];
             assert_int_equal(llm__sample(&sampler, &s, logits, past, 0, 0),
                              llm__sample(&sampler, &plain, wanted, none, 0, 0));
