@@ -589,7 +589,7 @@ static void test_split_safetensors(void **state) {
     static const char *const messages[6] = {
         "there is no config.json", "tokenizer.json", NULL,
         "there is neither model.safetensors nor", "cannot open", "cannot open"};
-    for (size_t i = 0; i < 6; i++) { /* without each of the files */
+    for (size_t i = 0; i < 6; i++) { /* each of the files is missing in turn */
         if (!messages[i]) continue; /* model.safetensors: this model is split */
         copy_model("llama");
         path_of(path, folder, files[i]);
@@ -802,7 +802,7 @@ static void test_values_as_converter(void **state) {
     }
 }
 
-/* Settings that the converter does not write, or that no model here has. */
+/* Settings that the converter does not write, or that no test model has. */
 static void test_settings_of_config_json(void **state) {
     static const struct {
         const char *model, *from, *to, *key;

@@ -457,7 +457,7 @@ static void test_rule_names(void **state) {
 
 /* ---- Expressions and steps ------------------------------------------------------------------- */
 
-/* Write the text with | before each match and each text between matches, but the first one. */
+/* Write the text with | before each match and each text between matches, except the first. */
 static void mark_words(const llm__expression *e, const char *text, char *out) {
     llm_error err;
     size_t n = strlen(text);
@@ -1107,7 +1107,7 @@ typedef struct piece {
     size_t start, length;
 } piece;
 
-/* Join the adjacent pair of the lowest cost, until every cost is HUGE_VAL (no such token). */
+/* Join the adjacent pair of the lowest cost, until every cost is HUGE_VAL (not a token). */
 static int naive_merge(const llm_tokenizer *t, const uint8_t *text, piece *pieces, int n,
                        double (*cost)(const llm_tokenizer *, const uint8_t *, piece, piece)) {
     for (;;) {
@@ -1731,8 +1731,8 @@ static void test_failed_allocations(void **state) {
 
 /* ---- Real vocabularies ----------------------------------------------------------------------- */
 
-/* Texts and  their ids from the authors' own tokenizers (tests/data/tokenizers: texts separated by
- * a line, ids with one line per text). The vocabularies may not be distributed; LLM_SHARED names a
+/* Texts and their ids from the authors' own tokenizers (tests/data/tokenizers: texts separated by a
+ * line, ids with one line per text). The vocabularies may not be distributed; LLM_SHARED names a
  * folder whose tokenizers/ contains them. */
 static void check_cases(const char *name, const char *vocabulary) {
     static const char separator[] = "\n__ggml_vocab_test__\n";
