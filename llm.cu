@@ -3397,10 +3397,9 @@ static size_t llm__list_items(const llm__cuda *cuda, const llm_batch *batch,
     return (size_t)list->part_bytes * (size_t)llm__each_item(cuda, batch, list, write);
 }
 
-/* The bytes of parts of the program's largest step. Sequences may fill their contexts, but not
- * exceed a cache in the memory that is now free: 32 rows of a part take an eighth of the bytes of
- * the keys and values of its positions in one layer. A step whose sequences share blocks may need
- * more. */
+/* The most bytes that `parts` needs in a step, unless sequences share blocks. Two limits apply: every
+ * sequence fills its context; or the cache fills the memory that is now free. (32 rows of a part
+ * have an eighth of the bytes of its keys and values in one layer.) */
 static size_t llm__largest_parts(
     const llm__cuda *cuda, const llm_program *program, const llm_limits *limits) {
     llm__device_batch b = {};

@@ -2347,7 +2347,7 @@ static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm_
     llm_backend *b = net->backend;
     bool device = b->sample && !s->options->host_sampling;
     int n = llm__slice_rows(net, &s->batch, first), n_outcomes = 0, n_draws = 0, n_drawn = 0;
-    int64_t vocab = sampler->vocab_size, n_list = 0; /* adjustments of the draws from n_drawn on */
+    int64_t vocab = sampler->vocab_size, n_list = 0; /* n_list: adjustments of pending draws */
     for (int row = 0, from = 0; row <= n; row++) { /* from: first row not yet copied */
         llm__sequence *seq = row < n ? s->batch_sequences[s->row_sequence[first + row]] : NULL;
         bool drawn = seq && device && llm__device_draws(seq);
@@ -3813,8 +3813,7 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
                               llm__lane_random(seq, 3, n));
 }
 
-/* Note a sequence's next token. If it was proposed, choose from its row next; else no further row
- * counts. */
+/* Advance to the row of a sequence's chosen token if it was proposed; if not, choosing ends. */
 static void llm__follow(llm__sequence *seq, int32_t id) {
     int row = llm__find_child(seq, seq->row, id);
     seq->n_tested += llm__has_child(seq, seq->row);
@@ -9949,7 +9948,7 @@ static const char *const llm__unicode_tables[] = {
 /* END tables made by tests/unicode_tables.py */
 
 typedef struct llm__unpacker { /* binary range decoder for these tables */
-    const char *const *line, *at; /* where the next 13 bits are, as two characters */
+    const char *const *line, *at; /* the next characters: two hold 13 bits */
     uint64_t range, code;    /* code < range */
     uint16_t odds[37][128];  /* probability of a 0 bit in 1/2048, by column and context */
 } llm__unpacker;
@@ -10826,7 +10825,7 @@ struct llm_tokenizer {
     int32_t bos, eos, unknown; /* token ids; -1: none */
     bool adds_bos, adds_eos, drops_space; /* drops_space: decoding removes the leading space */
     llm_string chat_source;    /* source of the chat template, in Jinja */
-    const llm_string **specials[2]; /* sorted texts: [0] user-defined, [1] also special */
+    const llm_string **specials[2]; /* sorted texts: [0] user-defined; [1] all */
     int64_t n_specials[2];
     bool special_begins[2][256]; /* [i][b]: some text in specials[i] begins with byte b */
 };
@@ -11501,7 +11500,7 @@ typedef struct llm__vocabulary {
     int32_t *kinds;          /* (size) LLM__TOKEN_*; 0: no token has this id */
     uint8_t *strips;         /* (size) bits: 1 strips white space before the token, 2 after it */
     double *scores;          /* (size) of Unigram */
-    uint64_t size, n_steps;  /* number of ids, used and unused; of steps */
+    uint64_t size, n_steps;  /* number of ids, used or not; number of steps */
     llm__bytes steps, ids;   /* steps: strings as in GGUF; ids: a list of int32_t being built */
     /* escapes: spaces become U+2581; byte_fallback: the tokens <0x00> to <0xFF> are bytes;
      * rewrites: a normalizer does more than NFC and escaping */

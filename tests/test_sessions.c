@@ -606,7 +606,7 @@ static void test_ended(void **state) {
     llm__session_head head = llm__head_of(&engine->scheduler, session, size);
     memcpy(session, &head, sizeof head);
     int32_t prompt[MAX_PROMPT];
-    record *other = record_new(target); /* grows the list of events, which is kept */
+    record *other = record_new(target); /* grows the list of events once for all */
     record_submit(engine, other, some_request(0, prompt), false);
     record_drain(engine);
     record_free(other);
