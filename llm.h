@@ -87,9 +87,8 @@ extern "C" {
 const char *llm_version(void); /* version of the linked implementation */
 
 /* ---- Errors ----
- * A call that can fail takes `llm_error *err` (may be NULL) as its last argument and sets its
- * status: LLM_OK on success. On failure, the message says what was wrong, where (file, tensor,
- * offset), and what to do. */
+ * A call that can fail takes `llm_error *err` (may be NULL) last and sets its status (LLM_OK on
+ * success). The message says what was wrong, where (file, tensor, offset), and what to do. */
 typedef enum llm_status {
     LLM_OK = 0,
     LLM_ERROR_ARGUMENT,    /* an argument is invalid */
@@ -105,9 +104,8 @@ typedef struct llm_error {
     llm_status status;
     char message[512];  /* one line, no newline at the end */
     const char *option; /* field of llm_engine_options, llm_request or llm_sampling at fault
-                         * ("cache_bytes"); NULL: none. Unless status is LLM_ERROR_MEMORY, the
-                         * message begins with it, so a program can replace it with its own
-                         * name */
+                         * ("cache_bytes"); NULL: none. Except for LLM_ERROR_MEMORY, the message
+                         * begins with it, so a program can replace it with its own name */
 } llm_error;
 
 const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ... */
@@ -190,10 +188,10 @@ typedef struct llm_tensor { /* one tensor of a file */
 typedef struct llm_file llm_file;
 
 /* Map a GGUF file (version 2 or 3) or a Hugging Face folder (config.json, safetensors,
- * tokenizer.json). A folder then looks like a GGUF file: its settings become metadata, and its
- * tensors get GGUF's names. A tokenizer.json alone gives metadata only. If a model is split into
- * several files (NAME-00001-of-00003.gguf), pass any of them; all are mapped. Every count, offset,
- * size and type is checked here, so later reads stay inside the file. */
+ * tokenizer.json), whose settings become GGUF metadata and whose tensors get GGUF names. A
+ * tokenizer.json alone gives metadata only. Of a model in several files (NAME-00001-of-00003.gguf),
+ * pass any one; all are mapped. Every count, offset, size and type is checked here, so later reads
+ * stay inside the file. */
 llm_file *llm_file_open(const char *path, llm_error *err);
 /* The same for a file in memory, which must stay unchanged until llm_file_close. `name` is for
  * errors. */
@@ -211,9 +209,9 @@ int64_t llm_file_n_tensors(const llm_file *file);
 const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
 
-/* Copy rows first to first + n - 1 of a tensor (dims[0] values each) to out, in the tensor's type.
+/* Copy rows first to first + n - 1 of a tensor (dims[0] values each) to out, in the tensor's type;
  * AWQ and GPTQ weights are converted to it (on all cores; fastest in multiples of 128 rows). False,
- * with the error set, if these rows do not exist. */
+ * with the error set: these rows do not exist. */
 bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
                      llm_error *err);
 
@@ -223,16 +221,16 @@ typedef struct llm_faults { /* non-finite values of a tensor: NaN or infinite */
     float value;    /* value of the first one */
 } llm_faults;
 
-/* Find the non-finite values among `count` values. If a block's scale is not finite, none of its
- * values is. */
+/* Find the non-finite values among `count` values: all values of a block with a non-finite
+ * scale. */
 llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count);
 /* The same for a whole tensor. False, with the error set: out of memory. */
 bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err);
-/* Check all weights of a file (llm_file_open reads almost none). False, with the error set, if a
- * value is not finite, as after a damaged download or a failed conversion. */
+/* Check all weights of a file (llm_file_open reads almost none). False, with the error set: a value
+ * is not finite, as after a damaged download or a failed conversion. */
 bool llm_file_check(const llm_file *file, llm_error *err);
 
-/* Read a scalar, or element `index` of an array, as another type. False if value is NULL, index is
+/* Read a scalar, or element `index` of an array, as another type. False: value is NULL, index is
  * out of range, or the conversion would lose the value. */
 bool llm_value_u64(const llm_value *value, uint64_t index, uint64_t *out);
 bool llm_value_i64(const llm_value *value, uint64_t index, int64_t *out);
@@ -242,13 +240,12 @@ bool llm_value_bool(const llm_value *value, uint64_t index, bool *out);
 bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out);
 
 /* ---- JSON ----
- * A strict parser (RFC 8259) for one JSON value of up to 128 MB. Strings must be valid UTF-8, with
- * surrogates in pairs. The keys of an object must be unique, since programs disagree on
- * which duplicate counts. Arrays and objects nest at most 64 deep.
+ * A strict parser (RFC 8259) for one JSON value of up to 128 MB: valid UTF-8, surrogates in pairs,
+ * unique keys (programs disagree on which duplicate counts), at most 64 levels of nesting.
  *
- * The result is an array of nodes in the order of the text. The node of an array is followed by its
- * elements, that of an object by key, value, key, value ... Functions accept NULL as an absent
- * node, so a path needs no checks:
+ * The result is an array of nodes in the order of the text. An array's node is followed by its
+ * elements, an object's by key, value, key, value ... Functions accept NULL as an absent node, so a
+ * path needs no checks:
  *     llm_json_i64(llm_json_member(llm_json_member(json.nodes, "model"), "layers"), &n) */
 typedef enum llm_json_kind {
     LLM_JSON_NULL, LLM_JSON_FALSE, LLM_JSON_TRUE, LLM_JSON_NUMBER, LLM_JSON_STRING, LLM_JSON_ARRAY,
@@ -282,9 +279,9 @@ const llm_json_node *llm_json_member(const llm_json_node *object, const char *ke
 const llm_json_node *llm_json_first(const llm_json_node *container);
 const llm_json_node *llm_json_next(const llm_json_node *container, const llm_json_node *value);
 llm_string llm_json_key(const llm_json_node *value); /* key of the member with this value */
-/* Read a value. False if it has another kind or, for i64 and u64, is not an integer in range (a
- * number with a point or an exponent is not an integer). An f64 is within one unit of the nearest
- * double; false also if the number is too large. */
+/* Read a value. False: it has another kind or, for i64 and u64, is not an integer in range (no
+ * point, no exponent). An f64 is within one unit of the nearest double; false also if the number is
+ * too large. */
 bool llm_json_string(const llm_json_node *node, llm_string *out);
 bool llm_json_is(const llm_json_node *node, const char *text); /* whether it is this string */
 bool llm_json_bool(const llm_json_node *node, bool *out);
@@ -295,9 +292,8 @@ bool llm_json_u64(const llm_json_node *node, uint64_t *out);
 /* ---- Tokenizer ---- */
 typedef struct llm_tokenizer llm_tokenizer;
 
-/* Create a tokenizer from the vocabulary in a GGUF file, a tokenizer.json or a folder that contains
- * one ("gpt2": byte-level BPE; "llama": SentencePiece BPE with byte fallback). The tokenizer uses
- * the file, so close the file last. */
+/* Create a tokenizer from the vocabulary in a GGUF file, a tokenizer.json or a folder with one.
+ * Close the file after freeing the tokenizer, which uses it. */
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
 void llm_tokenizer_free(llm_tokenizer *tokenizer);
 
@@ -317,9 +313,9 @@ enum {
     LLM_TOKENIZE_EOS = 4     /* end with EOS if the file asks for it; for complete texts only */
 };
 
-/* Convert text to ids. The text may contain any bytes: invalid UTF-8 is converted byte by byte, and
- * llm_detokenize returns it unchanged if the vocabulary has byte tokens. Returns the number of
- * tokens, even if it exceeds `capacity` (at most `capacity` are written); -1 on error. */
+/* Convert text to ids. Invalid UTF-8 is converted byte by byte; llm_detokenize returns it unchanged
+ * if the vocabulary has byte tokens. Returns the number of tokens, even if it exceeds `capacity`
+ * (only `capacity` are written); -1 on error. */
 int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                      int32_t *ids, int64_t capacity, llm_error *err);
 /* The same, but *ids (n, but at least one) is allocated: release it with llm_free. Returns n; -1 on
@@ -336,10 +332,10 @@ int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, ch
 int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n, char **text,
                            llm_error *err);
 
-/* Convert ids to text, one token per call. The output never ends inside a UTF-8 character: the
- * stream (zero it before the first call) holds back the bytes of an incomplete one. `text` must
- * have room for llm_stream_capacity(t) bytes. Returns the number of bytes written. An id of -1
- * flushes the stream. */
+/* Convert ids to text, one token per call. The output has only whole UTF-8 characters: the stream
+ * (zero it first) holds back the bytes of an incomplete one. `text` must have room for
+ * llm_stream_capacity(t) bytes. Returns the number of bytes written. An id of -1 flushes the
+ * stream. */
 typedef struct llm_stream {
     unsigned char held[4];
     int n_held;
@@ -376,10 +372,9 @@ llm_string llm_chat_template_source(const llm_tokenizer *t, const llm_chat_optio
 
 /* Convert a conversation, whose last message is the user's, to the tokens of a prompt: BOS if the
  * model wants it, the messages as the template writes them, and the beginning of the answer.
- * Special tokens come from the template alone; the text of a message cannot forge them. Returns the
- * number of tokens, even if it exceeds `capacity`; -1 on error: there is no template, it does not
- * allow these messages (many require user and assistant to alternate), or it uses an unsupported
- * feature. */
+ * Special tokens come from the template alone: no message can forge them. Returns the number of
+ * tokens, even if it exceeds `capacity`; -1 on error: there is no template, it refuses these
+ * messages (many require user and assistant to alternate), or it uses an unsupported feature. */
 int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
                           const llm_message *messages, int n, int32_t *ids, int64_t capacity,
                           llm_error *err);
@@ -398,7 +393,7 @@ int64_t llm_chat_render_json(const llm_tokenizer *t, const llm_chat_options *opt
                              const char *messages, size_t length, char *text, size_t capacity,
                              llm_error *err);
 /* Text at which to stop (for llm_request.stop) if the template does not end an answer with an end
- * token of this vocabulary. Returns its length (0: none); text is zero-terminated if it fits. */
+ * token. Returns its length (0: none); text is zero-terminated if it fits. */
 size_t llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options, char *text,
                      size_t capacity);
 
@@ -509,11 +504,11 @@ typedef enum llm_state { /* state of a sequence (one sample of a request) */
 typedef enum llm_trace_kind {  /* kinds of llm_trace_event, and the fields that each uses */
     LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
     LLM_TRACE_STEP_END,        /* the call ends. count: 1 worked, 0 nothing to do, -1 failed */
-    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (at submit, both
-                                * are LLM_WAITING). count depends on the change. From LLM_WAITING or
-                                * LLM_PREEMPTED: tokens already in the cache; at preemption: blocks
-                                * saved in host memory; at the end: tokens generated, without an end
-                                * token; otherwise 0 */
+    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (at submit,
+                                * both LLM_WAITING). count: from LLM_WAITING or LLM_PREEMPTED,
+                                * tokens already in the cache; at preemption, blocks saved in
+                                * host memory; at the end, tokens generated, without an end
+                                * token; else 0 */
     LLM_TRACE_SCHEDULE,        /* this step processes `count` tokens from position `first` on */
     LLM_TRACE_PROPOSE,         /* the step also verifies `count` proposals, from `first` on */
     LLM_TRACE_ACCEPT,          /* `count` of the proposals were accepted */
@@ -552,20 +547,21 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     int context_length;    /* longest sequence in tokens; 0: the model's context_length */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
-    uint64_t cache_bytes;  /* size of the pool. 0 on the CPU: max_sequences whole contexts, but at
-                            * most 1 GiB (and at least one context). 0 on a device with its own
-                            * memory: memory_share of what is free, but at most a million blocks or
-                            * max_sequences whole contexts, whichever is more. A draft's cache has
-                            * as many blocks; cache_bytes does not include it, memory_share does. */
+    uint64_t cache_bytes;  /* size of the pool. 0 on the CPU: max_sequences whole contexts, at
+                            * most 1 GiB (but at least one context). 0 on a device with its own
+                            * memory: memory_share of what is free, at most a million blocks or
+                            * max_sequences whole contexts, whichever is more. A draft's cache
+                            * has as many blocks, which memory_share includes and cache_bytes
+                            * does not. */
     float memory_share;    /* the cache's share of memory left on the device; default 0.9 */
     int max_sequences;     /* most sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* most tokens in a step; longer prompts take several; default 512 */
     int max_speculation;   /* most proposals per sequence and step; default 8 */
     llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
-    bool prefix_cache;     /* share blocks among texts with the same beginning; default true. With a
-                            * draft, only requests that speculate with it share blocks, since the
-                            * draft must have read them, too. */
+    bool prefix_cache;     /* share blocks among texts with the same beginning; default true.
+                            * With a draft, only requests that speculate with it share blocks,
+                            * since it must have processed them, too. */
     bool chunked_prefill;  /* split long prompts over steps; default true. false: a prompt is
                             * computed whole, before anything else, and must fit with its output
                             * into max_batch_tokens */
@@ -640,11 +636,11 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     int top_logprobs;       /* each event lists this many of the most likely tokens; 0 (default) to
                              * 256 */
     int priority;           /* queued 64 x priority places earlier; default 0 */
-    int speculate;          /* proposals per step. 0: none; 1 to max_speculation: that many, but at
-                             * most max_batch_tokens - 1; LLM_SPECULATE_AUTO: as many as pay off.
-                             * Needs a draft or lookup. Greedy output is the same as without
-                             * speculation; sampled output has the same distribution, and with
-                             * lookup it is the same, too. */
+    int speculate;          /* proposals per step. 0: none; 1 to max_speculation: that many, but
+                             * at most max_batch_tokens - 1; LLM_SPECULATE_AUTO: as many as pay
+                             * off. Needs a draft or lookup. Greedy output, and sampled output
+                             * with lookup, is the same as without speculation; with a draft,
+                             * sampled output has the same distribution. */
     int branches;           /* most proposals for the same position, which then form a tree; 0
                              * and 1: one (a chain). At most LLM_MOST_BRANCHES */
     bool lookup;            /* without a draft: propose the tokens that followed an earlier
@@ -682,9 +678,9 @@ typedef struct llm_event { /* a token, or the end, of one sample of a request */
                                    * llm_request.top_logprobs; valid as long as text */
     int n_top;
     bool accepted;        /* whether the token is an accepted proposal */
-    const char *text;     /* new text: whole UTF-8 characters, without what may begin a stop text;
-                           * may be empty. Not zero-terminated; valid until the next llm_step or
-                           * llm_engine_free */
+    const char *text;     /* new text: whole UTF-8 characters, without a possible beginning of a
+                           * stop text; may be empty. Not zero-terminated; valid until the next
+                           * llm_step or llm_engine_free */
     size_t text_length;
     llm_finish finish;    /* not LLM_FINISH_NONE: this is the sample's last event */
     const char *error;    /* what is wrong, and where; valid as long as text; NULL: no error */
@@ -705,24 +701,24 @@ bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, ll
  * `request` may be NULL (defaults); its prompt is ignored. */
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
-/* Run one step. Returns 1: worked, call again; 0: nothing left to do; -1: error. Before the next
- * call, which discards them, read all events, including those of llm_cancel. An error loses no
- * work: the next call repeats what the device failed to do (though a lost GPU fails every time). */
+/* Run one step. Returns 1: worked, call again; 0: nothing left to do; -1: error. Read all events,
+ * including those of llm_cancel, before the next call: it discards them. An error loses no work:
+ * the next call repeats what failed (though a lost GPU fails every time). */
 int llm_step(llm_engine *engine, llm_error *err);
 /* Get the oldest unread event. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
 /* End a request now. Each unfinished sample gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
-/* Save an unfinished request as a session of *size bytes, with the full blocks of its cache (in an
- * engine with a draft, only if the request speculates). NULL on failure. The request continues,
- * unless you cancel it. Events are not saved: read them first. */
+/* Save an unfinished request as a session of *size bytes, with the full blocks of its cache (with a
+ * draft in the engine, only if the request speculates). NULL on failure. The request continues,
+ * unless you cancel it. Read its events first: they are not saved. */
 void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error *err);
 void llm_session_free(void *session); /* NULL is fine */
 /* Submit a saved request, under a new id, to this engine or one with the same models, cache_type,
- * block_size and kind of device. It continues with the same tokens and logits as without the
- * interruption. `user` and the hook come from `callbacks` (NULL: none). The session is copied and
- * not trusted: a damaged one is refused, and a forged one affects no other request. */
+ * block_size and kind of device. It continues with the same tokens and logits. `user` and the hook
+ * come from `callbacks` (NULL: none). The session is copied and not trusted: a damaged one is
+ * refused, and a forged one affects no other request. */
 bool llm_session_restore(llm_engine *engine, const void *session, size_t size,
                          const llm_request *callbacks, uint64_t *id, llm_error *err);
 
@@ -807,9 +803,9 @@ typedef struct llm_weight { /* a matrix in a backend's memory */
  * * table_stride + p / block_size], at slot p % block_size. No sequence reads what another one
  * writes in the same step.
  *
- * The tokens of a sequence may also form a tree: several proposals for the same position. Each then
+ * The tokens of a sequence may also form a tree: several proposals for the same position. Each
  * follows its parent and sees its ancestors and all positions cached before the step, but no other
- * branch. All tokens still have slots of their own, in the order of the batch. */
+ * branch. All tokens still have separate slots, in the order of the batch. */
 typedef struct llm_batch {
     int n_tokens;
     int n_sequences;
@@ -1025,22 +1021,21 @@ struct llm_backend {
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
     /* Make a matrix of the file ready for matmul and embed: w's type, rows and cols are given; set
-     * w->data. `host` stays mapped while the weight exists, so the CPU just points to it. (If this
-     * sets w->packed, or w->data to a copy, the engine may free `host`.) */
+     * w->data. `host` stays mapped as long as the weight exists, so the CPU just points to it. (If
+     * w->packed is set, or w->data to a copy, the engine may free `host`.) */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
 
     /* -- programs -- */
-    /* Make a program ready to run: choose kernels, fuse operations, and allocate scratch memory, so
-     * that a step allocates nothing. Weights and buffers do not move; the cache may be allocated
-     * later. After an error, programs prepared earlier can still run. */
+    /* Choose kernels, fuse operations and allocate scratch memory, so that a step allocates
+     * nothing. Weights and buffers do not move; the cache may be allocated later. After an error,
+     * programs prepared earlier can still run. */
     bool (*prepare)(void *context, llm_program *program, const llm_limits *limits, llm_error *err);
     /* Release what prepare made. */
     void (*forget)(void *context, llm_program *program);
-    /* Run a part of the program over a batch. The head computes the logits for entries first to
-     * first + n - 1 of logit_rows, of the batch whose body ran last. On the CPU, the work is done
-     * when this returns. On a GPU, it is on the GPU's stream, and the next download or sync reports
-     * failures. */
+    /* Run a part of the program over a batch. The head computes the logits of entries first to
+     * first + n - 1 of logit_rows, for the batch whose body ran last. On the CPU, the work is done
+     * on return. On a GPU, it is on the stream; the next download or sync reports failures. */
     bool (*run)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                 int first, int n, llm_error *err);
     /* Describe stage `index` of such a run. False: no more stages. NULL if the backend does not
@@ -1072,7 +1067,7 @@ struct llm_backend {
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
 /* Set whether weights loaded from now on are also kept in the layout of the kernels (default true).
- * Prompts and batches then run several times as fast, with the same results. Quantized weights are
+ * Prompts and batches are then several times as fast, with the same results. Quantized weights are
  * copied, but the file's pages are returned to the system. */
 void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
@@ -1250,8 +1245,8 @@ static bool llm__add(uint64_t a, uint64_t b, uint64_t *out) {
 }
 
 /* Ask for 2 MB pages for memory that is not touched yet. With 4 KB pages, a TLB of 2000 entries
- * covers 8 MB: reading a large matrix misses it on nearly every page, and the prefetcher stops at
- * each page's end. Larger pages also cause 512 times fewer page faults. */
+ * covers only 8 MB, the prefetcher stops at each page's end, and there are 512 times as many page
+ * faults. */
 static void llm__want_large_pages(void *memory, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page,
@@ -1262,7 +1257,6 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 #endif
 }
 
-/* Prefetch a cache line. */
 #define LLM__PREFETCH(p) __builtin_prefetch(p)           /* into L1 */
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* into L2 */
 #define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to write to it */
@@ -1363,8 +1357,8 @@ static llm__printable llm__show(llm_string s) {
     return p;
 }
 
-/* Allocate zeroed memory that starts on a cache line, so that different allocations, written by
- * different threads, share no line. The pointer from LLM_MALLOC is stored just before it. */
+/* Allocate zeroed memory that starts on a cache line, so that threads writing different allocations
+ * share no line. The pointer from LLM_MALLOC is stored just before it. */
 enum { LLM__ALIGNMENT = 64 };
 
 static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
@@ -1926,8 +1920,8 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
 static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
-    /* A priority level is worth 64 ids. Only a limited number of later requests can overtake this
-     * one, since ids grow: no request starves. */
+    /* A priority level is worth 64 ids. Ids grow, so only a limited number of later requests can
+     * overtake this one: no request starves. */
     request->rank = (int64_t)request->id - 64 * (int64_t)request->params.priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
@@ -2116,9 +2110,8 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Decide how many tokens of each sequence are in the step. Decoding sequences come first, so that
- * prompts do not delay them; prompts share the rest of the budget. If not all decoding sequences
- * fit, they take turns (`turn`). */
+/* Decide how many tokens of each sequence are in the step. Decoding sequences come first (in turns,
+ * if not all fit), so that prompts do not delay them; prompts share the rest of the budget. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
@@ -2340,8 +2333,8 @@ static bool llm__fetch_logits(const llm__network *net, int first, int n, float *
 }
 
 /* Fetch a model's outcomes for a slice of rows: one per row, or one per sample for a prompt's last
- * row. The device draws tokens where it can; the other rows of logits are copied to `host`
- * (max_logits, the target's vocab_size). Returns the number of outcomes; -1 on failure. */
+ * row. The device draws tokens where it can; other rows of logits are copied to `host` (max_logits,
+ * the target's vocab_size). Returns the number of outcomes; -1 on failure. */
 static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net,
                       int first, float *host, llm_error *err) {
     llm_backend *b = net->backend;
@@ -3172,9 +3165,8 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
 /* ---- Sessions ----
  * A session is a header, a request's settings and, for each sample, its tokens, some counts and its
  * full blocks. (The rest of a partly filled block may belong to other requests.) Each llm__move
- * function writes or reads its part of a session. A restored request continues like a preempted one
- * and finds its blocks in the prefix cache; blocks that did not fit into the pool are computed
- * again. */
+ * function writes or reads a part. A restored request continues like a preempted one and finds its
+ * blocks in the prefix cache; those that did not fit into the pool are computed again. */
 
 typedef struct llm__session {
     char *data;  /* NULL: only count the bytes */
@@ -3615,7 +3607,7 @@ static int llm__add_proposal(llm__sequence *seq, int parent, int32_t token) {
 
 /* Propose the tokens that followed an earlier occurrence of the last few tokens (Saxena 2023,
  * "Prompt lookup decoding"): names, quotations and code repeat. With branches, several occurrences
- * share the proposals: the longest first; of equal lengths, the latest first. */
+ * share the proposals: longest first, then latest first. */
 static void llm__propose_lookup(llm__sequence *seq) {
     int n = seq->n_tokens, left = (int)llm__max(seq->request->branches, 1);
     int32_t *tokens = seq->tokens;
@@ -3690,8 +3682,8 @@ static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
 }
 
 /* Propose up to `branches` - 1 more tokens for each position of the draft's chain, until there are
- * `depth`: the second for each position, then the third, and so on. With greedy choice, they are
- * the draft's likeliest; otherwise they are drawn without replacement. */
+ * `depth`: the second for each position, then the third, and so on. If greedy, they are the draft's
+ * likeliest; otherwise they are drawn without replacement. */
 static void llm__branch_out(llm__speculator *sp, llm__sequence *seq) {
     int branches = seq->request->branches, chain = seq->n_proposed, vocab = sp->vocab_size;
     bool greedy = seq->request->params.sampling.temperature == 0;
@@ -3845,7 +3837,6 @@ static bool llm__join_branches(llm_engine *e, llm_error *err) {
     return !n || b->sync(b->context, err);
 }
 
-/* Count a sequence's tested proposal number i. */
 static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i) {
     bool accepted = i < seq->n_accepted;
     int column = i < 15 ? i : 15;
@@ -4609,7 +4600,6 @@ typedef struct llm__layer { /* how a layer differs from the others of its model 
     llm_tensor *experts;    /* (3, n_experts) gate, up and down matrices; NULL: no experts */
 } llm__layer;
 
-/* a dimension of a tensor */
 typedef enum llm__width {
     LLM__ONE,
     LLM__DIM,
@@ -4909,7 +4899,6 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, flo
     return ok;
 }
 
-/* Upload a tensor's column order for w->columns. */
 static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w,
                               llm_error *err) {
     size_t bytes = (size_t)w->cols * sizeof *w->columns;
@@ -4949,11 +4938,10 @@ static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_we
 /* The frequency of pair i: base^(-2i/rope_dim) radians per position. The first pairs turn fast and
  * distinguish near positions; the last turn slowly and distinguish distant ones (Su et al. 2021).
  *
- * In texts longer than the training length, slow pairs reach angles that do not occur in training.
- * So frequencies are divided: all by the same factor (linear), or only those of slow pairs. Llama 3
- * stores a divisor per pair. YaRN divides the frequency of a pair by rope_factor if it makes fewer
- * than beta_slow turns over the training length, keeps it if it makes more than beta_fast turns,
- * and blends the two in between. */
+ * In texts longer than those of training, slow pairs reach unseen angles. So frequencies are
+ * divided: all by the same factor (linear), or only slow ones. Llama 3 stores a divisor per pair.
+ * YaRN divides by rope_factor if a pair makes fewer than beta_slow turns over the training length,
+ * by 1 if it makes more than beta_fast, and blends the two in between. */
 static double llm__frequency(const llm_config *c, int i, double divisor) {
     double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
     if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
@@ -5289,8 +5277,8 @@ static void llm__emit_swiglu(llm__network *net, int layer, int gate, int up) {
 }
 
 /* x += the weighted sum of the outputs of the token's experts, each a feed-forward block, for the
- * normalised x (Shazeer et al. 2017; Fedus et al. 2021). The rows are sorted by expert, so each
- * expert's weights are read once per step, and only if a token needs them. */
+ * normalised x (Shazeer et al. 2017; Fedus et al. 2021). Rows are sorted by expert, so an expert's
+ * weights are read once per step, and only if needed. */
 static void llm__emit_experts(llm__network *net, int layer) {
     int h = llm__emit_part_norm(net, layer, LLM__FFN_NORM, LLM__X, LLM__NORMED);
     bool shared = net->parts[layer * LLM__N_PARTS + (int)LLM__SHARED_GATE].data != NULL;
@@ -5478,8 +5466,8 @@ const char *llm_op_name(llm_op_kind kind) {
     return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
 }
 
-/* The expected number of experts that n tokens use, if each uses k experts independently of the
- * others: exactly k for one token. The batch does not say which ones. */
+/* The expected number of experts that n tokens use, if each chooses k independently; exactly k for
+ * one token. The batch does not say which ones. */
 static double llm__experts_read(const llm_op *op, double n) {
     return op->n_experts * (1 - pow(1 - (double)op->n_used / op->n_experts, n));
 }
@@ -5681,7 +5669,7 @@ static int llm__first_seen(const llm_attention_shape *shape, int position) {
 }
 
 /* ALiBi (Press et al. 2021): a head reduces the score of a key by its slope times the distance. For
- * 8 heads with `alibi` 8, the slopes are 1/2, 1/4, ... 1/256; heads beyond a power of two are in
+ * 8 heads with `alibi` 8, slopes are 1/2, 1/4, ... 1/256; heads beyond a power of two are in
  * between. */
 static float llm__alibi_slope(const llm_attention_shape *shape, int head) {
     int n = 1;
@@ -5752,8 +5740,7 @@ static void llm__plain_softcap(const float *x, float cap, int64_t n, float *out)
 }
 
 /* Rotary position embedding (Su et al. 2021): rotate pairs of dimensions by angles proportional to
- * the position. The dot product of a query and a key then depends on their distance, not on their
- * positions. */
+ * the position. So the dot product of a query and a key depends on their distance alone. */
 static void llm__plain_rope(float *head, const float *angles, int rope_dim,
                             llm_rope_pairing pairing) {
     for (int i = 0; i < rope_dim / 2; i++) {
@@ -8394,9 +8381,9 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
  * vocabulary. They become an llm_file with GGUF metadata and tensor names; the data stays in the
  * mapped files.
  *
- * The weights differ in one way. RoPE rotates pairs of dimensions. GGUF files of "llama" have the
- * rows of q and k reordered to make the two dimensions of a pair adjacent. Folders keep the
- * original order, so the model's rope_pairing is LLM_ROPE_HALVES. */
+ * The weights differ in one way. GGUF files of "llama" have the rows of q and k reordered to make
+ * the two dimensions of each RoPE pair adjacent. Folders keep the original order, so the model's
+ * rope_pairing is LLM_ROPE_HALVES. */
 
 typedef struct llm__folder {
     llm_file *file;      /* the result; has the parts' tensors until `tensors` replaces them */
@@ -8520,7 +8507,6 @@ static bool llm__folder_number(const llm__folder *f, const llm_json_node *object
            llm__bad(f->file, "\"%s\" in config.json is not a positive number", name);
 }
 
-/* The same for a whole number. */
 static bool llm__folder_int(const llm__folder *f, const llm_json_node *object, const char *key,
                             int64_t fallback, int *out) {
     char name[LLM__SOURCE_NAME];
@@ -8564,8 +8550,7 @@ static bool llm__folder_known(const llm__folder *f, const llm_json_node *object,
 }
 
 /* The known keys of config.json: the model's shape and tokens; its training, its origin and
- * settings of other programs; and sampling settings, which requests set instead (newer models have
- * them in generation_config.json). */
+ * settings of other programs; and sampling settings, which requests set instead. */
 static const char llm__config_keys[] =
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
@@ -8599,7 +8584,7 @@ static float *llm__folder_divisors(llm__folder *f, const char *name) {
 
 /* Append rope_freqs.weight, as in GGUF files: the divisors of Llama 3.1's RoPE frequencies. A
  * frequency with fewer than low_freq_factor turns in the original context is divided by the factor;
- * one with more than high_freq_factor turns is unchanged; in between, it is interpolated. */
+ * one with more than high_freq_factor turns is not; in between, it is interpolated. */
 static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double base,
                                int context) {
     double factor, low, high;
@@ -9156,7 +9141,7 @@ enum {
 
 /* Fill a tile of bytes (PAIRS, ROWS) from n rows and one block of columns. As in q4_0, the byte at
  * (k, row) has column k in its low nibble and k + 16 in its high nibble. An AWQ word holds eight
- * rows. To process whole words, a line of the tile holds the rows of all even nibbles, then those
+ * rows: to process whole words, a line of the tile holds the rows of all even nibbles, then those
  * of all odd ones. */
 static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column,
                                uint8_t *tile) {
@@ -9223,8 +9208,8 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
 }
 
 /* Convert n rows, all of one tile, to blocks of q4_0 or q4_Z. The matrix is stored transposed, so
- * each block of columns is converted for all rows at once. A word holds eight rows: the tile is
- * filled with whole words, but only the n rows are written. */
+ * each block of columns is converted for all rows at once. Words hold eight rows: the tile has
+ * whole words, but only the n rows are written. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type,
                            uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
@@ -9580,7 +9565,6 @@ static bool llm__folder_by_part(const llm__folder *f) {
     return llm__add_memory(f->file, copy);
 }
 
-/* Append a tensor of a layer, with this GGUF name. */
 static bool llm__folder_layer_tensor(llm__folder *f, char source_name[LLM__SOURCE_NAME],
                                      const char *name, bool vector) {
     const llm_tensor *source = llm__folder_find(f, source_name);
@@ -10130,7 +10114,6 @@ static llm__set *llm__new_set(llm__compiler *c) {
     return c->e->sets = set;
 }
 
-/* Free the latest set. */
 static void llm__drop_set(llm__compiler *c) {
     llm__set *set = c->e->sets;
     c->e->sets = set->next;
@@ -10589,8 +10572,8 @@ static bool llm__find(llm__matcher *m, int32_t after, int32_t *begin, int32_t *e
 /* ---- Normal forms C and KC ----
  * Some tokenizers convert text to NFC (Unicode Standard Annex 15): a letter and its accents become
  * one character where possible; the other accents are sorted. NFKC also replaces variants such as
- * full-width letters. A stable character never changes and never composes with the character before
- * it. So only unstable characters, and the stable one before them, are decomposed, sorted and
+ * full-width letters. A stable character never changes and never composes with the one before it.
+ * So only unstable characters, and the stable one before them, are decomposed, sorted and
  * composed. */
 
 enum { /* Korean syllables are composed by arithmetic */
@@ -11268,7 +11251,6 @@ static bool llm__load_charsmap(const llm_tokenizer *t, llm_string *table) {
            llm__bad(&t->in, "there is no valid tokenizer.ggml.precompiled_charsmap");
 }
 
-/* Append a step to t->steps. */
 static bool llm__add_step(llm_tokenizer *t, llm_string line) {
     if (!llm__add_record(&t->steps, t->n_steps, &t->step_capacity, sizeof *t->steps,
                          "the tokenizer's steps", t->in.error))
@@ -12605,8 +12587,8 @@ static bool llm__run_steps(llm__tokenizing *z, int64_t i, const uint8_t *text, s
 }
 
 /* Find the longest token in specials[all] that the text begins with; returns its length, 0: none.
- * Tokens that match the bytes read so far are a range of the sorted list, which two binary searches
- * narrow for each byte. Only its first token, the shortest, can end at this byte. */
+ * The tokens that match so far are a range of the sorted list, narrowed by two binary searches per
+ * byte. Only its first token, the shortest, can end at this byte. */
 static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t *text, size_t n,
                                  int32_t *id) {
     const llm_string *const *names = t->specials[all];
@@ -12815,8 +12797,8 @@ int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n
 size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
 
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
-    /* Decode into the last third of `text`, then check the bytes and move them to its start. At
-     * most 3 bytes are written for each byte read, so no unread one is overwritten. */
+    /* Decode into the last third of `text`, then check the bytes and move them to its start. Each
+     * byte read becomes at most 3 bytes, so no unread byte is overwritten. */
     llm__output raw = {text + 2 * (t->longest + 4), t->longest + 4, 0};
     size_t n_held = stream->n_held > 0 && stream->n_held < 4 ? (size_t)stream->n_held : 0;
     llm__put(&raw, stream->held, n_held);
@@ -15793,7 +15775,7 @@ typedef struct LLM__K(short_sums) {
  * sums fit in 16 bits. An AVX2 lane has two sums of 16 products, which fit (16 x 15 x 127 = 30480).
  * An AVX-512 lane has one sum of 32 products, which does not (60960): it starts from -8 times the
  * sum of x, and so becomes a sum of (w - 8) x, at most 32512. Only the low half of the lane is
- * used; it is correct modulo 2^16.
+ * used, modulo 2^16.
  *
  *   block 0:  -8 sum x + 8 vpdpbusd   . . .  | sum 0
  *   block 1:  the same                . . .  | sum 1
@@ -17499,9 +17481,9 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* The passes take most of the compile time, so a program may compile each in a file of its own:
- * there, LLM_KERNELS_HERE is the level of the pass, 0 (baseline), 1 (AVX2, or NEON's dot products)
- * or 2 (AVX-512). In the program's other files, it is -1. */
+/* The passes take most of the compile time, so a program may compile each in a file of its own,
+ * with LLM_KERNELS_HERE as the level of the pass: 0 (baseline), 1 (AVX2, or NEON's dot products) or
+ * 2 (AVX-512). In its other files, it is -1. */
 #ifdef LLM_NO_FAST_KERNELS
 #define LLM__COMPILES(level) 0
 #elif defined(LLM_KERNELS_HERE)
@@ -17798,8 +17780,7 @@ static void llm__plan_touch(llm__planner *p, const llm_op *op) {
 
 /* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote a buffer
  * that it reads or writes, or read a buffer that it writes. Reading a thread's own copy needs no
- * barrier, since no other thread writes it. (Writing own copies counts as writing the buffer, which
- * is the first thread's copy.) */
+ * barrier. (Writing own copies counts as writing the buffer, which is the first thread's copy.) */
 static void llm__plan_add(llm__planner *p, llm__stage stage) {
     int n = p->program->n_buffers + 1;
     stage.barrier = p->n_stages == 0 || !(p->program->fusions & LLM_FUSE_SIDE_BY_SIDE);
@@ -17982,8 +17963,8 @@ static llm__plan *llm__plan_new(const llm__cpu *cpu, const llm_program *program,
 /* ---- Dividing a stage into items ---- */
 
 /* An attention item is one kv head and up to 128 (token, head) rows of a sequence. Items are
- * counted from the end: the last rows of a prompt see the most positions, and long items should
- * start first. */
+ * counted from the end: a prompt's last rows see the most positions, and long items should start
+ * first. */
 static int64_t llm__attention_chunks(const llm_op *op, const llm_batch *batch, int sequence) {
     int64_t group = op->attention.n_heads / op->attention.n_kv_heads;
     return llm__divide_up(batch->seq_count[sequence] * group, LLM__QUERY_ROWS);
@@ -18024,12 +18005,12 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
                         (double)deal->n;
     if (stage->op->kind == LLM_OP_MATMUL && cpu->n_threads > 1 &&
         deal->n >= 2 * LLM__X_TILE * cpu->n_threads && share * (int64_t)sizeof(float) < 4096) {
-        /* A thread's part of a result row would be shorter than a page, and the threads'
-         * prefetchers would compete for cache lines. So items are rows of x. */
+        /* A thread's part of a result row would be shorter than a page, and prefetchers would
+         * compete for cache lines. So items are rows of x. */
         deal->n_per_item = llm__share_of_rows(cpu, deal->n);
         deal->items = llm__divide_up(deal->n, deal->n_per_item);
     } else {
-        /* Each thread gets one long run of matrix rows, because a new stream from memory starts
+        /* Each thread gets one long run of matrix rows, since a new stream from memory starts
          * slowly. The rest of a large matrix is divided into small items, so that all threads
          * finish together. */
         bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
@@ -18548,10 +18529,10 @@ static bool llm__cpu_stage(void *context, const llm_program *program, llm_part p
 
 /* ---- Prepare ---- */
 
-/* Reserve scratch memory for each thread, large enough for each of these: a tile of unpacked
- * weights that fits in the L2 cache (or four rows, if larger); packed panels and matrix tiles;
- * attention in tiles; all scores of a query (naive attention). The thread's own copies follow.
- * Memory never shrinks, so programs prepared earlier still fit. */
+/* Reserve scratch memory for each thread, large enough for any of: a tile of unpacked weights that
+ * fits in the L2 cache (at least four rows); packed panels and matrix tiles; attention in tiles;
+ * all scores of a query (naive attention). The thread's own copies follow. Memory never shrinks, so
+ * programs prepared earlier still fit. */
 static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const llm_limits *limits,
                              llm_error *err) {
     int64_t max_cols = 1, head_dim = 1, rows = llm__max(limits->max_tokens, limits->max_logits);
@@ -18862,9 +18843,8 @@ void llm_backend_free(llm_backend *backend) {
     if (backend) backend->destroy(backend);
 }
 
-/* Round n up: to a power of two if n <= 8, to a multiple of 8 if n < 128, otherwise to a multiple
- * of an eighth of the largest power of two <= n. From 64 on, this adds at most an eighth and gives
- * only a few dozen sizes. */
+/* Round n up: to a power of two if n <= 8, to a multiple of 8 if n < 128, else to a multiple of an
+ * eighth of the largest power of two <= n. This gives only a few dozen sizes. */
 int llm_rounded_rows(int n) {
     int step = 8, rounded = 1;
     while (rounded < n && rounded < 8) rounded *= 2;
