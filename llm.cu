@@ -3397,9 +3397,9 @@ static size_t llm__list_items(const llm__cuda *cuda, const llm_batch *batch,
     return (size_t)list->part_bytes * (size_t)llm__each_item(cuda, batch, list, write);
 }
 
-/* The most bytes that `parts` needs in a step, unless sequences share blocks. Two limits apply: every
- * sequence fills its context; or the cache fills the memory that is now free. (32 rows of a part
- * have an eighth of the bytes of its keys and values in one layer.) */
+/* The most bytes that `parts` needs in a step, unless sequences share blocks. Two limits apply:
+ * every sequence fills its context; or the cache fills the memory that is now free. (32 rows of a
+ * part have an eighth of the bytes of its keys and values in one layer.) */
 static size_t llm__largest_parts(
     const llm__cuda *cuda, const llm_program *program, const llm_limits *limits) {
     llm__device_batch b = {};
@@ -4707,7 +4707,7 @@ static bool llm__cuda_check(
     bool lost = now != cudaSuccess && now != cudaErrorNotReady;
     cudaGetLastError(); /* reported here, so llm__cuda_launched must not report it again */
     return llm__cuda_fail(cuda, err, LLM_ERROR_DEVICE, "%s failed: %s%s", doing,
-        cudaGetErrorString(code), lost ? ": the GPU is lost to this program: restart it" : "");
+        cudaGetErrorString(code), lost ? ": the GPU is lost; restart the program" : "");
 }
 
 /* Keep the first failure, to report it later: operations cannot return errors. */
@@ -4963,7 +4963,7 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     size_t bytes =
         llm__packed_bytes(&packed) + (size_t)packed.n_tiles * LLM__TILE_ROWS * sizeof(float);
     void *device = llm__cuda_allocate(
-        cuda, bytes, "weights (a smaller type, as q8_0 or q4_0, needs less)", err);
+        cuda, bytes, "weights (a smaller type, such as q8_0, needs less)", err);
     if (!device) return false;
     w->data = device;
     packed = llm__packed_of(w);

@@ -6990,9 +6990,9 @@ static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_
     if (llm__read_split_keys(part, &found)) {
         if (found.count == count && found.number == number && found.n_tensors == split->n_tensors)
             return part;
-        llm__bad(part, "by its name, it is part %u of %u, with %llu tensors in all, but inside it "
-                       "says part %u of %u, with %llu: the parts are not of one model, or were "
-                       "renamed",
+        llm__bad(part, "its name says part %u of %u, with %llu tensors in all, but its metadata "
+                       "says part %u of %u, with %llu: the parts are of different models, or "
+                       "were renamed",
                  number + 1, count, (llm__big)split->n_tensors, (unsigned)found.number + 1,
                  (unsigned)found.count, (llm__big)found.n_tensors);
     }
@@ -7969,7 +7969,7 @@ static bool llm__model_flags(llm__loader *l, const char *name, const llm_value *
     const int n = l->model->config.n_layers;
     *flags = llm__model_value(l, name);
     if (*flags && ((*flags)->element_type != LLM_VALUE_BOOL || (*flags)->count != (uint64_t)n))
-        return llm__unsupported(l->file, "%s is not a list of yes or no for each of the %d layers",
+        return llm__unsupported(l->file, "%s is not a list of booleans, one for each of %d layers",
                                 l->key, n);
     for (int i = 0; *flags && i < n; i++) {
         bool flag;
@@ -8265,8 +8265,8 @@ static bool llm__model_tensors(llm__loader *l) {
     if (t && t->dims[1] > vocab && t->dims[1] <= INT32_MAX) vocab = t->dims[1];
     if (t && t->dims[0] == dim && t->dims[1] < vocab)
         return llm__bad(file, "%s has %llu tokens, but the embedding (%s) only %llu rows: tokens "
-                              "were added without resizing the model; give it the vocabulary of "
-                              "the model that it was made from",
+                              "were added without resizing the model; use the vocabulary of the "
+                              "original model",
                         file->folder ? "tokenizer.json (with the files beside it)"
                                      : "the vocabulary",
                         (llm__big)vocab, llm__show(t->source).text, (llm__big)t->dims[1]);
@@ -8948,7 +8948,7 @@ static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
         return llm__bad(f->file, "config.json says %d layers, but there are only %llu tensors",
                         f->n_layers, (llm__big)f->file->n_tensors);
     if (f->head_dim > 1 << 20)
-        return llm__bad(f->file, "config.json says heads of %d numbers, which is absurd",
+        return llm__bad(f->file, "config.json gives heads of %d numbers, which is impossible",
                         f->head_dim);
     llm__note_u32(m, ".attention.value_length", (uint32_t)f->head_dim);
     llm__note_f32(m,
@@ -11272,7 +11272,7 @@ static bool llm__add_step(llm_tokenizer *t, llm_string line) {
     }
     if (step->kind >= LLM__N_STEPS || t->n_steps == LLM__STEPS_MOST ||
         (step->kind <= LLM__STEP_REPLACE && expression == end))
-        return llm__bad(&t->in, "tokenizer.llm.steps has the unknown or 33rd step '%s'",
+        return llm__bad(&t->in, "tokenizer.llm.steps has a step that is unknown or the 33rd: '%s'",
                         llm__show(line).text);
     t->n_steps++;
     if (!t->unicode && !(t->unicode = llm__unicode_create(t->in.error))) return false;
@@ -11365,9 +11365,9 @@ static bool llm__load_model(llm_tokenizer *t, const struct llm__rule **rule) {
     if (*rule || llm_file_find(t->file, "tokenizer.llm.steps")) return true;
     /* Early Llama 3 files name no rule. Guessing would silently split some words wrongly. */
     if (!value || llm__is_text(name, "default"))
-        return llm__unsupported(&t->in, "the vocabulary does not say by which rule words are split "
-                                "(tokenizer.ggml.pre is %s), as in files that early converters "
-                                "made; get a newer conversion of the model",
+        return llm__unsupported(&t->in, "the file does not name the rule that splits words "
+                                "(tokenizer.ggml.pre is %s), as after early converters; get a "
+                                "newer conversion of the model",
                                 value ? "'default', whatever the model" : "missing");
     return llm__unsupported(&t->in, "the tokenizer splits words by the rule '%s', which is not "
                             "known", llm__show(name).text);
@@ -11731,7 +11731,7 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
     /* Hugging Face's library would search normalized text for the normalized token. */
     if (kind == LLM__TOKEN_USER && v->rewrites && llm__is_on(token, "normalized", true))
         return llm__unsupported(&v->in, "the added token '%s' is normalized, which is not "
-                                "supported after Prepend and the like", llm__show(text).text);
+                                "supported with steps such as Prepend", llm__show(text).text);
     if (!llm__add_entry(v, id, text, kind)) return false;
     v->strips[id] = (uint8_t)(llm__is_on(token, "lstrip", false) |
                               llm__is_on(token, "rstrip", false) << 1);
@@ -11770,8 +11770,8 @@ static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder,
     for (end = v->size; end > first && !v->kinds[end - 1];) end--;
     for (; first < end; first++)
         if (!v->kinds[first])
-            return llm__bad(&v->in, "the token '%s' of %s beside it has the id %llu, but there is "
-                            "none with the id %llu", llm__show(v->texts[end - 1]).text,
+            return llm__bad(&v->in, "the token '%s' in %s has the id %llu, but no token has the "
+                            "id %llu", llm__show(v->texts[end - 1]).text,
                             decoder ? "tokenizer_config.json" : "added_tokens.json",
                             (llm__big)end - 1, (llm__big)first);
     return true;
@@ -11936,8 +11936,8 @@ static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *
     int32_t found = llm__vocabulary_find(v, node);
     if (llm_json_has_kind(node, LLM_JSON_OBJECT)) node = llm_json_member(node, "content");
     if (found < 0 && llm_json_string(node, &text) && text.length)
-        return llm__bad(&v->in, "the %s of tokenizer_config.json beside it, '%s', is not one of "
-                        "the tokens", key, llm__show(text).text);
+        return llm__bad(&v->in, "the %s in tokenizer_config.json, '%s', is not one of the "
+                        "tokens", key, llm__show(text).text);
     if (found >= 0) *id = found;
     return true;
 }
@@ -13677,7 +13677,7 @@ static llm__value llm__apply(llm__jinja *j, char where, llm_string name, llm__va
         int64_t width = where == 'd' ? 2 : 1;
         if (width == 1 && (n = llm__whole_number(j, a, -1)) < 0) n += v.list->n;
         if (n < 0 && where == 'd' && args->n > 1) return b;
-        if (n < 0 || n >= v.list->n) llm__halt(j, "pop of what is not there");
+        if (n < 0 || n >= v.list->n) llm__halt(j, "pop() of a missing item");
         x = v.list->items[n + width - 1];
         v.list->n -= width;
         memmove(v.list->items + n, v.list->items + n + width, (size_t)(v.list->n - n) * sizeof x);
@@ -13689,7 +13689,7 @@ static llm__value llm__apply(llm__jinja *j, char where, llm_string name, llm__va
             if (same && *t == 'i') return llm__made(LLM__INT, i);
             n += same;
         }
-        if (*t == 'i') llm__halt(j, "index of what is not there");
+        if (*t == 'i') llm__halt(j, "index() of a missing item");
         return llm__made(LLM__INT, n);
     }
     if (LLM__IS("range")) {
@@ -13746,7 +13746,7 @@ static bool llm__got(llm__jinja *j, const char *what) {
 
 LLM__NORETURN static void llm__unexpected(llm__jinja *j, const char *wanted) {
     llm_string rest = {j->text + j->at, j->length - j->at < 20 ? j->length - j->at : 20};
-    llm__halt(j, "%s is wanted before '%s'", wanted, llm__show(rest).text);
+    llm__halt(j, "%s is expected before '%s'", wanted, llm__show(rest).text);
 }
 
 static void llm__expect(llm__jinja *j, const char *what) {
@@ -14066,7 +14066,7 @@ static llm__value llm__calculate(llm__jinja *j, const char *sign, llm__value a, 
     if (act == '%') z = x - z * y;
     llm__value v = llm__made(LLM__FLOAT, 0);
     v.f = z;
-    if (act == '^' && !(fabs(z) < 1e300)) llm__halt(j, "a power that is no number, or too large");
+    if (act == '^' && !(fabs(z) < 1e300)) llm__halt(j, "a power that is no number or too large");
     if (a.kind != LLM__FLOAT && b.kind != LLM__FLOAT && act != '/' && (act != '^' || y >= 0)) {
         if (!(fabs(x) < 1e15 && fabs(y) < 1e15 && fabs(z) < 1e15))
             llm__halt(j, "a number is too large");
@@ -14631,7 +14631,7 @@ static bool llm__render(llm__jinja *j, const llm_tokenizer *t, const llm_chat_op
                          llm__show(llm__string(j->name)).text, known);
     if (!source.length)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: the file has no chat template, so this model may not be made for "
+                         "%s: the file has no chat template, so this model may not be meant for "
                          "conversations; choose one by name: %s", t->name, known);
     for (int i = 0; !json && i < n; i++) {
         if ((unsigned)messages[i].role > LLM_ROLE_ASSISTANT ||

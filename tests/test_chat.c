@@ -551,8 +551,8 @@ static void test_invalid_conversations(void **state) {
     llm_message m[3] = {
         {LLM_ROLE_USER, "a", 1}, {LLM_ROLE_ASSISTANT, "b", 1}, {LLM_ROLE_SYSTEM, "c", 1}};
     refuse(v.t, &options, m, 1,
-           "the file has no chat template, so this model may not be made for conversations; choose "
-           "one by name: chatml, qwen3");
+           "the file has no chat template, so this model may not be meant for conversations; "
+           "choose one by name: chatml, qwen3");
     options.template_name = "klingon";
     refuse(v.t, &options, m, 1, "there is no chat template called 'klingon'; there are chatml, ");
     options.template_name = "chatml";

@@ -1095,9 +1095,9 @@ static void test_damaged_split_models(void **state) {
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 2 of 3");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "its name must end in -00002-of-00003.gguf");
     write_part(2, 3, part(2, 5, 2, 5, SPLIT_ALL));
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 3 of 5");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but its metadata says part 3 of 5");
     write_part(2, 3, part(2, 3, 2, 6, SPLIT_ALL));
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "with 6: the parts are not of one model");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "with 6: the parts are of different models");
     write_part(2, 3, part(1, 3, 2, 5, SPLIT_ALL)); /* the tensors of another part */
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "two parts have a tensor called '");
     write_part(2, 3, part(0, 3, 2, 5, SPLIT_ALL)); /* one tensor too few */
