@@ -12849,7 +12849,7 @@ typedef enum llm__kind {
 } llm__kind;
 
 typedef struct llm__value {
-    uint8_t kind, origin; /* of a number; macro: 0 for the body of a `call`; string: 2 for `safe` */
+    uint8_t kind, origin; /* origin: of a number; macro: 0 for a `call` body; string: 2 if safe */
     uint32_t length;      /* bytes of text; of a macro: its offset in the template */
     union {
         int64_t i;
@@ -12871,9 +12871,9 @@ typedef struct llm__jinja {
     llm_status status;           /* status of the next error */
     llm_error *err;
     const char *name;            /* name of the template, for errors */
-    const char *text;            /* at: next byte; longest: bytes of the longest message */
-    size_t length, at, longest;  /* at: next byte; longest: of messages, in bytes */
-    uint32_t *ends;              /* (length + 1) what llm__skip_body or llm__evaluate found */
+    const char *text;            /* (length) template */
+    size_t length, at, longest;  /* at: next byte; longest: bytes of the longest message */
+    uint32_t *ends;              /* (length + 1) see llm__skip_body and llm__evaluate */
     const uint8_t *ones, *zeros; /* ones: origins of literals; zeros: of messages */
     bool live;                   /* false: expressions are read without being evaluated */
     char leaving;                /* 'b': a break is under way; 'c': a continue */
