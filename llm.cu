@@ -179,7 +179,7 @@ struct llm__stage { /* a pinned buffer for uploads */
 };
 
 struct llm__room { /* a pinned buffer and a device buffer of the same size */
-    char *host, *device; /* a device buffer and a pinned buffer of the same size */
+    char *host, *device; /* (bytes) each */
     size_t bytes; /* size of one buffer */
 };
 
@@ -1485,7 +1485,7 @@ LLM_KERNEL __launch_bounds__(32 * LLM__QUARTERS, 3)
     int64_t block = blockIdx.x;
     const llm__product &product = llm__find_product(p, R, &block);
     const llm__packed &w = product.w;
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); /* the same in all lanes */
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); /* so the compiler sees one value */
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
     /* All segments of the warp have the length of its first one. A shorter one begins earlier: its
@@ -1755,7 +1755,7 @@ struct llm__few_shape {
         stage_bytes = sums_at + N * 8 * 2 * 4,
         fit = (12 << 10) / stage_bytes,
         stages = fit >= 3 ? (int)fit
-            : stage_bytes<8192 ? 3 : 2, /* at most 99 KB in total, for sm_86 */
+            : stage_bytes<8192 ? 3 : 2, /* less than 99 KB, for sm_86 */
                   pitch = R * LLM__TILE_ROWS + 4, /* rows of a sum, padded: no bank conflicts */
                   parts_bytes = LLM__QUARTERS * 8 * pitch * 4,
                   ring_bytes = LLM__QUARTERS * stages * stage_bytes,
@@ -1784,7 +1784,7 @@ LLM_KERNEL __launch_bounds__(32 * LLM__QUARTERS, 2)
     if (Grouped && !llm__take_group<8 * N>(&grouped, experts, &first_token, &n_tokens)) return;
     const llm__product &product = Grouped ? grouped : llm__find_product(p, R, &block);
     const llm__packed &w = product.w;
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); /* the same in all lanes */
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); /* so the compiler sees one value */
     int lane = threadIdx.x % 32;
     int segment_end = llm__segment_chunk(&w, 4 * warp + 1);
     int first = llm__segment_chunk(&w, 4 * warp), end = llm__segment_chunk(&w, 4 * warp + 4);
