@@ -1,5 +1,5 @@
 /* libFuzzer: any bytes as a chat template, with any text in the messages. The engine renders it or
- * gives an error. Without the template's own special tokens, a message makes none. Input: the
+ * gives an error. If the template has no special tokens, no message produces one. Input: the
  * template, a zero byte, the text of the messages, or the messages as JSON. The length of the text
  * selects a named template. Seeds: tests/data/fuzz_chat. */
 #include "test_util.h"

@@ -1289,7 +1289,7 @@ static void test_fused_gate(void **state) {
             for (int i = 0; i < 5; i += repeats(1, 2)) {
                 int n = counts[i], cols = n == 70 ? 512 : 256;
                 ((llm__cpu *)b[1]->context)->kernels = n == 70 ? &slow : undelayed;
-                /* the last panel is not full; the many rows exceed what the cache should keep */
+                /* the last panel is not full; 1043 rows give more results than the cache should keep */
                 int64_t rows = i % 2 ? 1043 : 96, size = n * rows;
                 float *x = random_floats(n * cols), *bias = random_floats(rows);
                 float *results[3], *up = malloc((size_t)size * sizeof *up);
