@@ -89,7 +89,7 @@
 
 #define LLM_DEVICE __device__ __forceinline__ /* a function of the device */
 #define LLM_KERNEL __global__ static void
-/* Launch a kernel on cuda->stream, and record any failure. */
+/* Launch a kernel on cuda->stream and record any failure. */
 #define LLM__START(cuda, kernel, grid, block, bytes, ...)                \
     (llm__allow_shared(cuda, kernel, bytes),                             \
         LLM_LAUNCH_EARLY(cuda, kernel, grid, block, bytes, __VA_ARGS__), \
@@ -104,7 +104,7 @@
 #define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     llm__launch_early(                                                 \
         (cuda)->options.overlap, kernel, grid, block, shared_bytes, (cuda)->stream, __VA_ARGS__)
-/* Unroll the next loop, so that the compiler can keep its arrays in registers. */
+/* Unroll the next loop, to let the compiler keep its arrays in registers. */
 #define LLM_UNROLL _Pragma("unroll")
 #define LLM_LOOP _Pragma("unroll 1") /* do not unroll, to save registers */
 /* An array in shared memory, of constant size or of the size given at launch. */
@@ -118,15 +118,15 @@
 #endif
 
 /* What a thread block of attention computes for each kv head: a tile of rows of one sequence, over
- * some of the positions that they see. Row r: query head r % group of token r / group; group:
- * query heads per kv head. */
+ * some of the positions that they see. Row r is query head r % group of token r / group, where
+ * group is the number of query heads per kv head. */
 struct alignas(16) llm__attention_item {
-    int32_t sequence; /* index in the batch */
+    int32_t sequence; /* index of the sequence in the batch */
     int32_t n_rows, first_row; /* the tile; n_rows 0: padding, no work */
-    int32_t first_position; /* position of the sequence's first token; in a tree, that of the tile's
-                             * token, less its index in the sequence */
-    int32_t start, end; /* positions start to end - 1 */
-    int32_t first_token; /* index in the batch of the sequence's first token */
+    int32_t first_position; /* position of the sequence's first token; in a tree: of the tile's
+                             * token, minus its index in the sequence */
+    int32_t start, end; /* positions start to end - 1 are covered */
+    int32_t first_token; /* batch index of the sequence's first token */
     int32_t part_row; /* first row in llm__attention_args.parts; -1: not split */
     int32_t branch; /* from this position on, the tile's token sees its ancestors in a tree */
     int32_t unused[3];
@@ -146,13 +146,14 @@ struct llm__attention_list {
 enum { LLM__LISTS = 4 }; /* most shapes of a program; the plain kernel computes any others */
 
 /* The batch of a step as kernels see it. For a graph, the counts are rounded up; `counts` has the
- * exact ones. The extra rows have slot -1: they store nothing, and their results are not read. */
+ * exact ones. The extra rows have slot -1: nothing is stored for them, and their results are not
+ * read. */
 struct llm__device_batch {
-    int n_tokens, n_sequences, n_logits; /* for grid sizes */
+    int n_tokens, n_sequences, n_logits; /* counts, for grid sizes */
     int max_count; /* largest number of tokens of a sequence; 1: plain decode */
     int max_context; /* longest sequence, in positions, including this step */
     int block_size;
-    const int32_t *counts; /* device (4): the three exact counts; table_stride */
+    const int32_t *counts; /* device (4): the three exact counts, and table_stride */
     /* device (n_tokens), as in llm_batch; without a tree, all parents are -1 */
     const int32_t *tokens, *positions, *slots, *parents;
     const int32_t *sequence_of; /* device (n_tokens): index of the sequence; -1: none */
@@ -185,7 +186,7 @@ struct llm__room { /* a pinned buffer and a device buffer of the same size */
 struct llm__device_draw { /* llm_draw as the kernel of chapter [7] reads it */
     llm_sampling sampling;
     uint64_t random;
-    int row; /* of the logits */
+    int row; /* row of the logits */
     int first_adjustment, n_adjustments; /* range in the array of adjustments */
     int first_top, n_top; /* range in the array of likeliest tokens */
 };
@@ -199,43 +200,43 @@ enum { LLM__LAYOUTS = 8 }; /* values of llm__layout */
 enum llm__family {
     LLM__REPLAY,
     LLM__SAMPLING,
-    LLM__LAST_BLOCK, /* of a matmul: computes the norm after it */
-    LLM__NORM, /* with and without rounding (also gates) */
+    LLM__LAST_BLOCK, /* the last block of a matmul computes the norm after it */
+    LLM__NORM, /* norms and gates, with and without rounding */
     LLM__GATE,
-    LLM__ROPE_STORE, /* in one kernel */
+    LLM__ROPE_STORE, /* RoPE and store in one kernel */
     LLM__SPLIT_K, /* products of many rows, split into quarters */
-    LLM__SPLIT, /* attention, split into parts */
-    LLM__DECODE, /* attention, few queries of each sequence */
+    LLM__SPLIT, /* attention split into parts */
+    LLM__DECODE, /* attention, few queries per sequence */
     LLM__WGMMA_ATTENTION,
-    LLM__PREFILL, /* matrix instructions for attention: the three above need it */
+    LLM__PREFILL, /* attention with matrix instructions: the three above need it */
     LLM__WGMMA, /* products of many rows, a family for each layout */
     LLM__FEW = LLM__WGMMA + LLM__LAYOUTS,
     LLM__MANY = LLM__FEW + LLM__LAYOUTS,
     LLM__FAMILIES = LLM__MANY + LLM__LAYOUTS
 };
 
-struct llm__verdict { /* result of the test of a device */
+struct llm__verdict { /* result of testing a device */
     uint64_t used, off; /* sets of llm__family: used by the test; gave a wrong result */
     double seconds; /* duration of the test; 0: not tested, or unusable */
-    char text[4096]; /* the families in `off`, and by how much they disagreed */
+    char text[4096]; /* the families in `off`, and the size of their errors */
 };
 
 struct llm__largest { /* maximums over all prepared programs */
     int64_t max_tokens, max_sequences, max_context, head_dim;
     int64_t max_cols; /* columns of the widest matrix */
     int64_t parts_bytes; /* size of llm__attention_args.parts */
-    int64_t experts_bytes; /* rounded rows of experts' matmuls */
+    int64_t experts_bytes; /* bytes of the rounded rows of experts' matmuls */
     int64_t group_bytes; /* size of llm__cuda.groups */
     int64_t vocab_size; /* the last field: see llm__cuda_reserve */
 };
 
 struct llm__rounded { /* x (n, cols) as matrix instructions read it */
     char *values; /* f16 (2 n_chunks, n, 32), for coalesced reads of fragments */
-    float *sums; /* (2 n_chunks, llm__sums_stride): a row's values in 32 columns, added up and
-                     * divided by LLM__OF_SUMS; only if `integers` */
+    float *sums; /* (2 n_chunks, llm__sums_stride): per row, the sum of its values in 32 columns,
+                  * divided by LLM__OF_SUMS; only if `integers` */
     float *scales; /* (n) powers of two by which the rows were divided */
     int n, n_chunks;
-    int cols, plane_chunks; /* of x; of a plane (see llm__plane) */
+    int cols, plane_chunks; /* columns of x; chunks of a plane (see llm__plane) */
     /* For integer weights: columns with c % 4 = 2 and 3 are divided by 16 (see llm__unpack_q4). */
     int integers;
     int tiles; /* values are (n_chunks, n, 64) in the order of wgmma: see chapter [4] */
@@ -251,7 +252,7 @@ struct llm__cuda { /* the context of the backend */
     size_t shared_bytes; /* most dynamic shared memory per block */
     bool wgmma; /* the GPU and the code have it; not in deterministic mode */
     llm__largest largest; /* sizes for which scratch memory is reserved */
-    llm__graph *graphs; /* (n_graphs), capacity LLM__GRAPHS */
+    llm__graph *graphs; /* (n_graphs) room for LLM__GRAPHS */
     int n_graphs;
     uint64_t n_runs; /* runs so far, the clock of llm__graph.last_use */
 
@@ -279,13 +280,14 @@ struct llm__cuda { /* the context of the backend */
     llm__rounded form;
     uint64_t x_launches; /* value of `launches` after the last matmul */
     llm_error failure; /* first failure not yet reported */
-    int latest; /* the operation that failed, else the latest launched */
-    uint64_t off; /* set of llm__family: switched off */
-    mutable uint64_t used; /* set of llm__family: chosen since the test cleared it */
+    int latest; /* the operation that failed or, without a failure, the latest launched */
+    uint64_t off; /* set of llm__family: families switched off */
+    mutable uint64_t used; /* set of llm__family: families chosen since the test cleared it */
     llm__verdict verdict;
 };
 
-/* Whether the kernels of a family may be used. Records them as used: ask only if they then are. */
+/* Whether the kernels of a family may be used. Records them as used: call it only before using
+ * them. */
 static bool llm__on(const llm__cuda *cuda, int family) {
     uint64_t on = ((uint64_t)1 << family) & ~cuda->off;
     cuda->used |= on;
@@ -357,13 +359,13 @@ static void llm__launch_early(bool early, void (*kernel)(P...), dim3 grid, dim3 
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = early;
-    /* llm__cuda_launched checks for an error. */
+    /* llm__cuda_launched checks for errors */
     cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 }
 #endif
 
-/* Allow a kernel more than 48 KB of shared memory: the `bytes` of its launch and its static
- * arrays, of less than 2 KB. */
+/* Allow a kernel more than 48 KB of shared memory: the `bytes` of its launch, and its static arrays
+ * (less than 2 KB). */
 template <class Kernel>
 static void llm__allow_shared(llm__cuda *cuda, Kernel kernel, size_t bytes) {
     if (bytes > 46 << 10)
@@ -372,7 +374,7 @@ static void llm__allow_shared(llm__cuda *cuda, Kernel kernel, size_t bytes) {
             "reserving shared memory");
 }
 
-/* Call this first in a kernel that reads nothing before it waits. */
+/* The first call in a kernel that reads nothing before it waits. */
 LLM_DEVICE void llm__take_over() {
     llm__let_next_begin();
     llm__wait_for_last();
@@ -398,7 +400,7 @@ LLM_DEVICE float llm__swap(float x, int distance) {
     return __shfl_xor_sync(0xffffffffu, x, distance);
 }
 
-/* Of four neighbouring lanes. */
+/* The sum over four neighbouring lanes. */
 LLM_DEVICE float llm__four_sum(float x) {
     x += llm__swap(x, 1);
     return x + llm__swap(x, 2);
@@ -418,8 +420,8 @@ LLM_DEVICE float llm__warp_max(float x) {
     return x;
 }
 
-/* Returns to each thread the sum of x over its block, of 32 to 1024 threads (a multiple of 32).
- * `shared` (32) is scratch. */
+/* Give each thread the sum of x over its block, of 32 to 1024 threads (a multiple of 32). `shared`
+ * (32) is scratch. */
 LLM_DEVICE float llm__block_sum(float x, float *shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;
     x = llm__warp_sum(x);
@@ -447,13 +449,13 @@ LLM_DEVICE float llm__block_max(float x, float *shared) {
 enum { LLM__BLOCK = 256 }; /* default threads per block */
 
 /* Number of threads for a row of n numbers: whole warps, at most the block of a matmul. It depends
- * only on n, and so does the order of a sum over the row. */
+ * only on n, so the order of a sum over the row does, too. */
 enum { LLM__ROW_THREADS = 128 };
 static int llm__threads(int64_t n) {
     return n < LLM__ROW_THREADS ? (int)llm__ceil_div(n, 32) * 32 : (int)LLM__ROW_THREADS;
 }
 
-/* A grid of n blocks, at most `most`. (CUDA allows 2^31 - 1 in x, 65535 in y and z.) */
+/* A grid of n blocks, but at most `most`. (CUDA allows 2^31 - 1 in x, 65535 in y and z.) */
 static unsigned llm__grid(int64_t n, int64_t most = INT32_MAX) {
     return (unsigned)(n < 1 ? 1 : n < most ? n : most);
 }
@@ -475,9 +477,9 @@ LLM_KERNEL llm__rope_angles_kernel(const int32_t *positions, const float *freque
     }
 }
 
-/* Normalise a row with a block. A thread starts many reads at once, and keeps the values for the
- * second pass; that pass reads a longer row again. __ldcg: from the L2 cache, since other SMs may
- * just have written the row (see llm__next_x). */
+/* Normalise a row with a block. A thread starts many reads at once and keeps the values for the
+ * second pass; that pass reads a longer row again. __ldcg reads from the L2 cache, since other SMs
+ * may just have written the row (see llm__next_x). */
 LLM_DEVICE void llm__rmsnorm_row(const float *row, const float *weight, int dim, float epsilon,
     bool add, float *out, float *scratch) {
     enum { AT_ONCE = 32 };
@@ -547,7 +549,7 @@ struct llm__rope_args {
     char *keys, *values; /* (n_blocks, n_kv_heads, block_size, head_dim) of this layer */
 };
 
-/* A warp writes a token's head to the cache; slot -1: not stored. */
+/* A warp writes a token's head to the cache, unless its slot is -1. */
 LLM_DEVICE void llm__store_head(
     const llm__rope_args &a, int64_t token, int kv_head, const float *head, char *side, int lane) {
     int slot = a.slots[token];
@@ -559,8 +561,8 @@ LLM_DEVICE void llm__store_head(
         else ((float *)side)[row * a.head_dim + i] = head[i];
 }
 
-/* Head norm, RoPE and the write to the cache. One warp per head of a token: query heads, key
- * heads, value heads. Bytes: q read and written; k and v read, and written in the cache's type. */
+/* Head norm, RoPE and the write to the cache. One warp per head of a token: query heads, key heads,
+ * value heads. Bytes: q read and written; k and v read, and written in the cache's type. */
 LLM_KERNEL llm__rope_and_store_kernel(llm__rope_args a) {
     llm__take_over();
     LLM_DYNAMIC_SHARED(float, all_heads); /* (warps, head_dim) */
@@ -595,8 +597,8 @@ LLM_KERNEL llm__rope_and_store_kernel(llm__rope_args a) {
     }
 }
 
-/* The same in separate kernels, without the option `fused`: RMSNorm with each head as a row, then
- * these two. One warp per head. */
+/* The same in separate kernels, for a backend without the option `fused`: RMSNorm with each head as
+ * a row, then these two. One warp per head. */
 LLM_KERNEL llm__rope_kernel(llm__rope_args a, float *x, int n_heads) {
     llm__take_over();
     int64_t item = llm__warp_index();
@@ -652,11 +654,11 @@ LLM_DEVICE float llm__activate(llm_activation f, float x) {
     return f == LLM_GELU_ERF ? 0.5f * x * erfcf(-0.707106781f * x) : llm__sigmoid_gate(f, x);
 }
 
-/* Gate the numbers (up NULL: only activate them) first, first + blockDim.x, ... */
+/* Gate (up NULL: only activate) the numbers first, first + blockDim.x, ... */
 LLM_DEVICE void llm__gate(
     llm_activation f, const float *gate, const float *up, int first, int n, float *out) {
     float x[LLM__GATES], y[LLM__GATES];
-    if (f == LLM_GELU_ERF) { /* erfcf is too long to be repeated for each number */
+    if (f == LLM_GELU_ERF) { /* erfcf is too long to repeat for each number */
         for (int k = 0, i = first; k < LLM__GATES && i < n; k++, i += (int)blockDim.x)
             out[i] = llm__activate(f, gate[i]) * (up ? up[i] : 1.0f);
         return;
@@ -682,14 +684,14 @@ LLM_KERNEL llm__plain_swiglu_kernel(
         out[i] = llm__activate(f, gate[i]) * (up ? up[i] : 1.0f);
 }
 
-/* Limit numbers: x becomes cap tanh(x / cap). Bytes: read and written. */
+/* Limit numbers: x becomes cap tanh(x / cap). Bytes: numbers read and written. */
 LLM_KERNEL llm__softcap_kernel(const float *x, float cap, int64_t n, float *out) {
     llm__take_over();
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = cap * tanhf(x[i] / cap);
 }
 
-/* Permute columns, one thread per number. Bytes: rows read (coalesced if the order allows) and
+/* Permute columns, one thread per number. Bytes: rows read (coalesced if the order allows it) and
  * written. */
 LLM_KERNEL llm__gather_columns_kernel(
     const float *x, const int32_t *columns, int64_t n, int cols, float *out) {
@@ -708,7 +710,7 @@ LLM_KERNEL llm__gather_rows_kernel(const int32_t *rows, const float *x, int dim,
 
 enum { LLM__PAIRS = 256 };
 
-struct llm__pairs { /* blocks or slots to copy; a kernel's arguments may be at most 4 KB */
+struct llm__pairs { /* blocks or slots to copy; at most 4 KB of arguments per kernel */
     int32_t from[LLM__PAIRS], to[LLM__PAIRS];
     int n;
 };
@@ -726,7 +728,7 @@ LLM_KERNEL llm__copy_blocks_kernel(
             side[pairs.to[i] * words + word] = side[pairs.from[i] * words + word];
 }
 
-/* The first of n pairs, up to the most. They travel as arguments of the kernel: the host need not
+/* The first pairs of n, as many as fit. They are passed as kernel arguments, so the host need not
  * wait for a copy of them. */
 static llm__pairs llm__pairs_of(const int32_t *from, const int32_t *to, int n) {
     llm__pairs pairs = {};
@@ -860,7 +862,7 @@ enum llm__layout {
 
 struct llm__packed { /* a matrix as kernels see it */
     llm__layout layout;
-    bool is_zero; /* 4 and 5 bits: zero points are stored instead of minimums */
+    bool is_zero; /* 4 and 5 bits: blocks have zero points instead of minimums */
     const char *chunks; /* device (n_tiles, n_chunks) */
     const float *row_scales; /* (n_tiles * 16) powers of two for the rows; NULL: 1 */
     int64_t rows, cols;
@@ -878,7 +880,7 @@ __device__ static float llm__packed_value(const llm__packed &w, int64_t row, int
 
 /* ---- Instructions ---- */
 
-#ifndef LLM_EMULATED /* tests/cuda_on_cpu.h has their emulated forms */
+#ifndef LLM_EMULATED /* emulated in tests/cuda_on_cpu.h */
 /* d (16, 8) += a (16, 16) times b (16, 8); f16 in, f32 out. */
 LLM_DEVICE void llm__mma_m16n8k16_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -891,7 +893,7 @@ LLM_DEVICE uint32_t llm__shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Four transposed 8 x 8 matrices of 16-bit values from shared memory. Lane 8 m + i passes the
+/* Load four transposed 8 x 8 matrices of 16-bit values from shared memory. Lane 8 m + i passes the
  * address of row i of matrix m; register m of lane (g, t) gets rows 2t and 2t + 1 of column g. */
 LLM_DEVICE void llm__ldmatrix_x4_trans(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -900,8 +902,8 @@ LLM_DEVICE void llm__ldmatrix_x4_trans(uint32_t r[4], const void *row) {
         : "memory");
 }
 
-/* Start a copy of 16 bytes from global to shared memory; if not `valid`, write zeros. It is done
- * after a wait that covers its group; other threads also need a barrier. */
+/* Start a copy of 16 bytes from global to shared memory, or of zeros if not `valid`. It is complete
+ * after a wait that covers its group; for other threads, also after a barrier. */
 LLM_DEVICE void llm__cp_async_16(void *shared, const void *global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(llm__shared_address(shared)),
         "l"(global), "r"(valid ? 16 : 0)
@@ -917,7 +919,8 @@ LLM_DEVICE void llm__cp_async_wait() {
 
 /* An mbarrier has phases 0, 1, 2, ...: a phase ends when `count` threads have arrived and all bytes
  * that they announced are copied. A wait names the phase by its parity, so a thread must wait for
- * each phase or for none. After it, data copied, or written before an arrival, can be read. */
+ * each phase or for none. After the wait, copied data and data written before an arrival can be
+ * read. */
 LLM_DEVICE void llm__mbarrier_init(uint64_t *barrier, int count) {
     asm volatile(
         "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(llm__shared_address(barrier)), "r"(count)
@@ -969,8 +972,8 @@ LLM_DEVICE void llm__wgmma_m64n128k16(float *d, const uint32_t a[4], uint64_t b)
         LLM__SUMS_8(d, 32), LLM__SUMS_8(d, 40), LLM__SUMS_8(d, 48), LLM__SUMS_8(d, 56)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed));
 }
-/* Before a group of wgmmas: the registers of a and d have their values. If the compiler computed
- * `a` later, it would serialize the wgmmas. */
+/* Call before a group of wgmmas: the registers of a and d then have their values. If the compiler
+ * computed `a` later, it would serialize the wgmmas. */
 template <int I>
 LLM_DEVICE void llm__wgmma_fence(uint32_t (&a)[I][4]) {
 LLM_UNROLL
@@ -981,7 +984,7 @@ LLM_DEVICE void llm__wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 /* Wait until all committed groups of wgmmas but the last N are done. If N is 0, the compiler must
- * read `sums` after it. */
+ * read `sums` afterwards. */
 template <int N, int I, int J>
 LLM_DEVICE void llm__wgmma_wait(float (&sums)[I][J]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
@@ -990,7 +993,7 @@ LLM_UNROLL
         asm volatile("" : "+f"(sums[i / J][i % J])::"memory");
 }
 
-/* (a & b) | c. nvcc would make two instructions, as one can hold only one constant. */
+/* (a & b) | c. nvcc would use two instructions, since one can hold only one constant. */
 LLM_DEVICE uint32_t llm__and_or(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
@@ -1002,7 +1005,7 @@ LLM_DEVICE int llm__keep(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-LLM_DEVICE const char *llm__keep(const char *x) { /* in global memory */
+LLM_DEVICE const char *llm__keep(const char *x) { /* x: in global memory */
     asm volatile("" : "+l"(x));
     return x;
 }
@@ -1027,7 +1030,7 @@ LLM_DEVICE uint32_t llm__pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     return a;
 }
 
-/* Eight 4-bit weights as f16, without a conversion: an f16 whose upper six bits are 0 is its lower
+/* Eight 4-bit weights as f16, without conversion: an f16 whose upper six bits are 0 is its lower
  * ten bits times 2^-24 ("subnormal"), and matrix instructions multiply it exactly. From high to low
  * the word holds columns 7 5 3 1 6 4 2 0, so one mask selects two neighbours. out[i] has columns 2i
  * and 2i + 1, times 2^-24 for even i and 16 x 2^-24 for odd i. */
@@ -1038,8 +1041,8 @@ LLM_DEVICE void llm__unpack_q4(uint32_t word, uint32_t out[4]) {
     out[3] = word >> 8 & 0x00f000f0;
 }
 
-/* Wider integers: the f16 with bits 0x6400 is 1024, and with an integer i in its ten low bits 1024
- * + i. Subtracting 1024 is exact; the same instruction multiplies by 16 where llm__unpack_q4
+/* Wider integers: the f16 with bits 0x6400 is 1024; with an integer i in its ten low bits, it is
+ * 1024 + i. Subtracting 1024 is exact; the same instruction multiplies by 16 where llm__unpack_q4
  * does. */
 enum {
     LLM__F16_1024 = 0x64006400, /* 1024, twice */
@@ -1047,17 +1050,17 @@ enum {
     LLM__F16_16 = 0x4c004c00
 };
 
-/* ---- A layout ----
- * A layout can read a lane's part of a chunk from shared memory (load), turn half of that into
- * matrix fragments (unpack: a[j] is for instruction j), and read the scales of two rows (scales).
+/* ---- Layouts ----
+ * A layout reads a lane's part of a chunk from shared memory (load), turns half of it into matrix
+ * fragments (unpack: a[j] is for instruction j), and reads the scales of two rows (scales).
  * Constants:
  *
  *     scaled    the weights are integers with scales: x has the form of llm__rounded.integers
- *     zero      the zero point is 8: part of the sums of x
+ *     zero      the zero point is 8, which the sums of x account for
  *     minimums  scales() also gives minimums
  *     unit      final factor of a sum over integers and x: 2^24 for 4 bits */
 
-/* Sums of x are divided by this. They then equal what a zero point of 8 adds to the sums over 4-bit
+/* Divisor of the sums of x. They then equal what a zero point of 8 adds to the sums over 4-bit
  * weights: -8 x 2^-24 x. */
 enum { LLM__OF_SUMS = -(1 << 21) };
 
@@ -1067,9 +1070,9 @@ struct llm__scales {
     float scale[2], minimum[2];
 };
 
-/* An f32 is stored as the sum of two f16, high + low; w x = high_w high_x + high_w low_x + low_w
- * high_x, except for the last bit. So the matrix becomes three f16 planes side by side (high, high,
- * low) and x becomes high, low, high; kernels see one wide matrix. Returns the plane of column *k
+/* An f32 is stored as the sum of two f16, high + low. Except for the last bit, w x = high_w high_x
+ * + high_w low_x + low_w high_x. So the matrix becomes three f16 planes side by side (high, high,
+ * low), x becomes high, low, high, and kernels see one wide matrix. Returns the plane of column *k
  * of the wide matrix, and sets *k to the column in the plane. */
 LLM_DEVICE int llm__plane(const llm__packed *w, int64_t *k) {
     int plane = 0;
@@ -1078,7 +1081,7 @@ LLM_DEVICE int llm__plane(const llm__packed *w, int64_t *k) {
     return plane;
 }
 
-/* The part of x to store in an f16: x itself or, if `low`, its rounding error. */
+/* The part of x to store as f16: x itself or, if `low`, its rounding error. */
 LLM_DEVICE float llm__half_of(float x, bool low) {
     return low ? x - __half2float(__float2half_rn(x)) : x;
 }
@@ -1114,7 +1117,7 @@ struct llm__q4_0_layout {
         minimums = 0,
         unit = 1 << 24
     };
-    uint4 words; /* of half 0: eight columns of row g, of row g + 8; the same of half 1 */
+    uint4 words; /* eight columns: row g, row g + 8 of half 0; then of half 1 */
 
     LLM_DEVICE void load(const char *chunk, int lane) { words = llm__load_16(chunk + lane * 16); }
     LLM_DEVICE void unpack(int half, uint32_t a[2][4]) const {
@@ -1129,8 +1132,7 @@ struct llm__q4_0_layout {
     }
 };
 
-/* The power of two p for which largest / p is between 2^14 and 2^15; 1 if `largest` is 0 or not
- * finite. */
+/* The power of two p that brings largest / p to 2^14 .. 2^15; 1 if `largest` is 0 or not finite. */
 LLM_DEVICE float llm__power_for(float largest) {
     if (!(largest > 0.0f && largest <= FLT_MAX)) return 1.0f;
     int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
@@ -1155,7 +1157,7 @@ static size_t llm__rounded_bytes(int64_t n_chunks) {
     return (size_t)n_chunks * (LLM__CHUNK * 2 + 2 * sizeof(float)) + sizeof(float);
 }
 
-/* Eight columns of a row, from column k on; zeros after its last one. */
+/* Eight columns of a row, from column k on, padded with zeros. */
 LLM_DEVICE void llm__row_8(const float *row, int cols, int k, float v[8]) {
     if (cols % 4 == 0) { /* 16-byte aligned */
 LLM_UNROLL
@@ -1170,8 +1172,8 @@ LLM_UNROLL
     for (int i = 0; i < 8; i++) v[i] = k + i < cols ? row[k + i] : 0.0f;
 }
 
-/* All threads of a block (whole warps) round a row of x. A thread rounds eight columns at a time;
- * four threads add up 32. `scratch` (32) is shared. */
+/* Round a row of x with all threads of a block (whole warps). A thread rounds eight columns at a
+ * time; four threads add up 32. `scratch` (32) is shared. */
 LLM_DEVICE void llm__round_row(const llm__rounded &x, const float *row, int token, float *scratch) {
     float largest = 0.0f, v[8];
     for (int k = 8 * threadIdx.x; k < x.cols; k += 8 * blockDim.x) {
@@ -1213,7 +1215,7 @@ LLM_UNROLL
     }
 }
 
-/* One block per row. Bytes: x read (the second time from a cache), and half as many written. */
+/* One block per row. Bytes: x read (the second time from a cache), half as many written. */
 LLM_KERNEL llm__round_kernel(const float *x, llm__rounded to) {
     llm__take_over();
     LLM_SHARED(float, scratch, 32);
@@ -1223,17 +1225,17 @@ LLM_KERNEL llm__round_kernel(const float *x, llm__rounded to) {
 /* ---- What computes x ----
  * A norm or a gate whose result is the x of a matmul also rounds it. With few tokens, the last
  * thread block of the matmul before a norm computes the norm: each block increments a counter when
- * its part of the result is in memory; the block that counts last can read all of it. */
+ * its part of the result is in memory, and the block that counts last can read all of it. */
 
 struct llm__next_x {
     const float *a, *b; /* (n, cols) norm: the input and NULL; gate: gate and up */
     const float *weight; /* norm: (cols) */
     float epsilon; /* norm */
-    bool add; /* norm: add it to out */
+    bool add; /* norm: add the result to out */
     llm_activation activation; /* gate */
     float *out; /* (n, cols) x; may be a */
-    llm__rounded rounded; /* x rounded; rounded.n 0: it is not rounded, but cols is valid */
-    unsigned *done; /* finished thread blocks of the matmul before; 0 between kernels */
+    llm__rounded rounded; /* rounded x; rounded.n 0: not rounded, but cols is valid */
+    unsigned *done; /* number of finished thread blocks of the matmul before; 0 between kernels */
 };
 
 template <bool Norm, bool Rounds>
@@ -1261,7 +1263,6 @@ LLM_KERNEL __launch_bounds__(Norm ? (int)LLM__ROW_THREADS : 1024, 1)
     llm__next_row<Norm, Rounds>(next, blockIdx.x, scratch);
 }
 
-/* Compute a norm or a gate of n rows in its own launch. */
 static void llm__cuda_next_x(llm__cuda *cuda, const llm__next_x &next, int64_t n) {
     int cols = next.rounded.cols;
     bool rounds = next.rounded.n > 0;
@@ -1303,12 +1304,12 @@ static void llm__cuda_rmsnorm(llm__cuda *cuda, const float *x, const float *weig
     llm__cuda_next_x(cuda, next, n);
 }
 
-/* Whether this is the last of n blocks that call this. It sees what all of them have written. */
+/* Whether this is the last of n blocks to call this. It sees all that they have written. */
 static LLM_DEVICE bool llm__is_last(unsigned *done, unsigned n) {
     LLM_SHARED(bool, is_last, 1);
     __syncthreads(); /* the block's part of the result is written... */
     if (threadIdx.x == 0) {
-        __threadfence(); /* ...and visible to blocks that see the count; the last sets it to 0 */
+        __threadfence(); /* ...and visible to blocks that see the count; the last resets it to 0 */
         *is_last = atomicInc(done, n - 1) == n - 1;
         __threadfence();
     }
@@ -1331,8 +1332,8 @@ struct llm__output { /* out (n, rows) */
     bool add; /* out += */
 };
 
-/* Matmuls of one x (q, k and v; gate and up) share a launch, so that a matrix of few rows does not
- * leave most of the GPU idle. All have the same layout and the same columns. */
+/* Matmuls of one x (q, k and v; gate and up) share a launch, since a matrix of few rows would leave
+ * most of the GPU idle. All have the same layout and the same columns. */
 struct llm__product {
     llm__packed w;
     llm__output o;
@@ -1341,7 +1342,7 @@ struct llm__product {
 struct llm__products {
     llm__product each[LLM__PRODUCTS];
     int n;
-    llm__next_x next; /* to compute when all blocks are done */
+    llm__next_x next; /* computed when all blocks are done */
 };
 
 __host__ __device__ static inline int64_t llm__row_blocks(const llm__product &p, int tiles) {
@@ -1349,7 +1350,7 @@ __host__ __device__ static inline int64_t llm__row_blocks(const llm__product &p,
 }
 
 /* Find the product that a block computes; each block computes `tiles` tiles of rows. *block is the
- * number of the block in the launch, and becomes its number in the product. */
+ * block's number in the launch, and becomes its number in the product. */
 LLM_DEVICE const llm__product &llm__find_product(
     const llm__products &p, int tiles, int64_t *block) {
     int which = 0;
@@ -1413,8 +1414,8 @@ LLM_UNROLL
         for (int j = 0; j < 4; j++) to[i][j] += from[i][j], from[i][j] = 0.0f;
 }
 
-/* A warp's copies of the next chunks of T streams (tiles or segments) to shared memory. The chunks
- * are consecutive there; a lane copies 16 bytes of every 512. */
+/* A warp's copies of the next chunks of T streams (tiles or segments) to consecutive places in
+ * shared memory; a lane copies 16 bytes of every 512. */
 template <class Layout, int T>
 struct llm__streams {
     enum { pieces = Layout::chunk_bytes / 16, copies = (T * pieces + 31) / 32 };
@@ -1428,7 +1429,7 @@ LLM_UNROLL
             from[k] = first(i / pieces) + i % pieces * 16;
         }
     }
-    /* `ahead`: which of the next chunks; `to`: the lane's first place */
+    /* `ahead`: which of the next chunks; `to`: where the lane's first bytes go */
     LLM_DEVICE void copy(char *to, int lane, int ahead) const {
 LLM_UNROLL
         for (int k = 0; k < copies; k++)
@@ -1458,9 +1459,9 @@ LLM_UNROLL
 template <class Layout>
 struct llm__one_shape {
     enum {
-        R = 2, /* tiles of 16 rows: both use the same x */
-        x_at = 4 * R * Layout::chunk_bytes, /* place of x in a stage, after the chunks */
-        zeros = x_at + 512, /* place of 16 zeros */
+        R = 2, /* tiles of 16 rows, which share x */
+        x_at = 4 * R * Layout::chunk_bytes, /* offset of x in a stage, after the chunks */
+        zeros = x_at + 512, /* offset of 16 zeros */
         group = zeros + 16, /* bytes of a stage */
         stages = group < 8192 ? 3 : 2,
         shared_bytes = LLM__QUARTERS * stages * group
@@ -1487,8 +1488,8 @@ LLM_KERNEL __launch_bounds__(32 * LLM__QUARTERS, 3)
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); /* so the compiler sees one value */
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-    /* The warp's segments are as long as its first one. A shorter one begins earlier: its first
-     * chunks belong to the previous segment, and their sums are left out. */
+    /* All segments of the warp have the length of its first one. A shorter one begins earlier: its
+     * first chunks belong to the previous segment, and their sums are left out. */
     int first = llm__segment_chunk(&w, 4 * warp),
         length = llm__segment_chunk(&w, 4 * warp + 1) - first;
     auto start = [&](int s) { return llm__segment_chunk(&w, 4 * warp + s + 1) - length; };
@@ -1521,7 +1522,7 @@ LLM_UNROLL
                 shared + own + i * group + shape::x_at, values + i * LLM__CHUNK * 2, true);
         llm__cp_async_commit(); /* even if the group is empty, so that there is one per stage */
     }
-    float2 next_sums = {0.0f, 0.0f}; /* of x, for the two halves of the lane's chunk */
+    float2 next_sums = {0.0f, 0.0f}; /* sums of x for the halves of the lane's chunk */
     if (has_sums && length > 0) next_sums = x_sums[0];
     float sums[R][2] = {};
     for (int i = 0; i < length; i += stages) {
@@ -1572,7 +1573,7 @@ LLM_UNROLL
                         lane, scales);
 LLM_UNROLL
                     for (int j = 0; j < 4 && i + d >= left_out; j++) {
-                        int half = j % 2, below = j / 2; /* row g + 8 below */
+                        int half = j % 2, below = j / 2; /* below: row g + 8 */
                         float &sum = sums[r][below];
                         sum = fmaf(blocks[r][j], scales[half].scale[below], sum);
                         if (Layout::minimums)
@@ -1602,8 +1603,8 @@ LLM_UNROLL
 /* ---- Experts ----
  * Each row of x has the matrix of its expert. The rows are sorted by expert, and the rows of one
  * expert are cut into groups of at most 8 or 16. A thread block multiplies a group by some rows of
- * its expert's matrix, so few tokens read only the matrices that they need. Rounded x has the rows
- * of each group at a multiple of 8 or 16, because the copies of its sums are aligned. */
+ * its expert's matrix, so few tokens read only the matrices that they need. In rounded x, each
+ * group begins at a multiple of 8 or 16 rows, because the copies of its sums are aligned. */
 
 struct llm__expert_group {
     int expert, first, n; /* sorted rows first to first + n - 1; n 0: the group is unused */
@@ -1616,12 +1617,12 @@ struct llm__experts {
     int n, n_groups;
 };
 
-/* Most groups of `rows` sorted rows, in groups of `size` */
+/* Most groups of up to `size` rows that `rows` sorted rows can form. */
 static int64_t llm__most_groups(int64_t rows, int64_t n_experts, int size) {
     return (rows < n_experts ? rows : n_experts) + rows / size;
 }
 
-/* Let w be another matrix of its type and shape. */
+/* Replace w's data by that of another matrix of the same type and shape. */
 LLM_DEVICE void llm__take_matrix(llm__packed *w, const char *chunks) {
     if (w->row_scales)
         w->row_scales = (const float *)(chunks + ((const char *)w->row_scales - w->chunks));
@@ -1642,7 +1643,7 @@ LLM_DEVICE bool llm__take_group(
     return true;
 }
 
-/* Round the rows of all groups. blockIdx.x: row of rounded x */
+/* Round the rows of all groups. blockIdx.x: row of rounded x. */
 LLM_KERNEL llm__round_groups_kernel(
     const float *x, llm__rounded to, llm__experts experts, int size) {
     llm__take_over();
@@ -1653,7 +1654,7 @@ LLM_KERNEL llm__round_groups_kernel(
         llm__round_row(to, x + (int64_t)(group.first + row) * to.cols, blockIdx.x, scratch);
 }
 
-/* One warp per token: k times, find the next expert in order of falling logit, then of index. */
+/* One warp per token: k times, find the next expert in order of decreasing logit, then of index. */
 LLM_KERNEL llm__route_kernel(
     const float *logits, int n_tokens, int n, int k, bool normalize, llm_route *routes) {
     llm__take_over();
@@ -1676,7 +1677,7 @@ LLM_KERNEL llm__route_kernel(
             bool better = best < 0 || other_x > best_x || (other_x == best_x && other < best);
             if (other >= 0 && better) best = other, best_x = other_x;
         }
-        if (best < 0) best = i, best_x = NAN; /* the logits are not numbers */
+        if (best < 0) best = i, best_x = NAN; /* no logit is a number */
         if (i == 0) largest = best_x;
         last = best, last_x = best_x;
         float factor = expf(best_x - largest);
@@ -1691,8 +1692,8 @@ LLM_KERNEL llm__route_kernel(
 }
 
 /* Sort the routes (n tokens, k) by expert, and cut the rows of each expert into groups. One block;
- * a thread per expert looks through all routes. A token with a slot of -1 has no expert: its routes
- * come last. starts (n_experts + 2): scratch */
+ * a thread per expert scans all routes. A token with a slot of -1 has no expert: its routes come
+ * last. starts (n_experts + 2): scratch. */
 LLM_KERNEL llm__group_routes_kernel(const llm_route *routes, const int32_t *slots, int n, int k,
     int n_experts, int size, int n_groups, int *starts, int32_t *sorted,
     llm__expert_group *groups) {
@@ -1749,13 +1750,13 @@ LLM_KERNEL llm__sum_routes_kernel(const float *results, const llm_route *routes,
 template <class Layout, int R, int N>
 struct llm__few_shape {
     enum {
-        x_at = R * Layout::chunk_bytes, /* place of x in a stage, after the chunks */
-        sums_at = x_at + N * 8 * LLM__CHUNK * 2, /* place of its sums */
+        x_at = R * Layout::chunk_bytes, /* offset of x in a stage, after the chunks */
+        sums_at = x_at + N * 8 * LLM__CHUNK * 2, /* offset of its sums */
         stage_bytes = sums_at + N * 8 * 2 * 4,
         fit = (12 << 10) / stage_bytes,
         stages = fit >= 3 ? (int)fit
-            : stage_bytes<8192 ? 3 : 2, /* less than 99 KB: sm_86 */
-                  pitch = R * LLM__TILE_ROWS + 4, /* of the parts of a sum: no bank conflicts */
+            : stage_bytes<8192 ? 3 : 2, /* less than 99 KB, for sm_86 */
+                  pitch = R * LLM__TILE_ROWS + 4, /* rows of a sum, padded: no bank conflicts */
                   parts_bytes = LLM__QUARTERS * 8 * pitch * 4,
                   ring_bytes = LLM__QUARTERS * stages * stage_bytes,
                   shared_bytes = (int)ring_bytes>(int) parts_bytes
@@ -1765,8 +1766,8 @@ struct llm__few_shape {
 };
 
 /* One block: R tiles of 16 rows, up to N x 8 tokens; as above, but a column of B is a token. Bytes:
- * the weights once; x once per block, from the L2 cache. So R grows with N: 16 tokens of x are as
- * many bytes as 57 rows of q4_0. */
+ * the weights once; x once per block, from the L2 cache. R grows with N, since 16 tokens of x have
+ * as many bytes as 57 rows of q4_0. */
 template <class Layout, int R, int N, bool Grouped>
 LLM_KERNEL __launch_bounds__(32 * LLM__QUARTERS, 2)
     llm__matmul_few_kernel(llm__products p, llm__rounded x, llm__experts experts) {
@@ -1916,7 +1917,7 @@ LLM_KERNEL llm__plain_matmul_kernel(
     }
 }
 
-/* ---- Embedding: here, since it reads packed weights ---- */
+/* ---- Embedding (here because it reads packed weights) ---- */
 
 /* One thread per number. blockIdx.x: token. Bytes: a row of the table read, a row of f32
  * written. */
@@ -1961,7 +1962,7 @@ struct llm__many_shape {
         warps_across = 2,
         threads = warps_down * warps_across * 32,
         N = Tokens / warps_across / 8, /* fragments of 8 tokens per warp */
-        x_bytes = Tokens * LLM__CHUNK * 2, /* of a chunk; its sums follow */
+        x_bytes = Tokens * LLM__CHUNK * 2, /* bytes of x in a chunk; its sums follow */
         sums_bytes = Layout::zero || Layout::minimums ? Tokens * 2 * 4 : 0,
         stage_bytes = Rows / LLM__TILE_ROWS * Layout::chunk_bytes + x_bytes + sums_bytes,
         stages = stage_bytes > 24 << 10 ? 3 : 4,
@@ -1973,9 +1974,9 @@ struct llm__many_shape {
  * results are not used. */
 struct llm__chunk_source {
     const char *weights, *x; /* addresses of the block's first tile and first token */
-    const float *sums; /* of the block's first token */
+    const float *sums; /* sums of the block's first token */
     int64_t tile_bytes;
-    int last_tile, last_token; /* numbers, counted from the block's first tile and token */
+    int last_tile, last_token; /* last tile and token, counted from the block's first */
     int n, sums_stride; /* rows of x; stride of its sums */
 };
 
@@ -2014,15 +2015,15 @@ LLM_UNROLL
     from->sums += 2 * from->sums_stride;
 }
 
-enum { LLM__SPLIT_THREADS = 128 }; /* tiles with at most so many threads per SM are split */
+enum { LLM__SPLIT_THREADS = 128 }; /* tiles with at most this many threads per SM are split */
 
 struct llm__split { /* for tiles whose quarters have their own blocks */
     float4 *totals; /* (tile, quarter, fragment, thread) */
-    unsigned *done; /* (tile) quarters that are done; 0 between kernels */
+    unsigned *done; /* (tile) finished quarters; 0 between kernels */
 };
 
-/* Store the totals of a block's quarter. In the last block of its tile, which returns true, they
- * become those of all quarters. */
+/* Store the totals of a block's quarter. In the last block of a tile, which returns true, add up
+ * those of all quarters. */
 template <int N>
 LLM_DEVICE bool llm__add_quarters(float (&totals)[N][4], const llm__split &split) {
     int64_t size = N * blockDim.x; /* of a quarter */
@@ -2061,7 +2062,7 @@ LLM_KERNEL __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads), 1
     int64_t first_tile = block * (Rows / LLM__TILE_ROWS);
     int64_t first_token = (int64_t)(blockIdx.x % token_tiles) * Tokens;
 
-    /* the first segment and the chunks of the block */
+    /* first segment, first chunk and number of chunks of the block */
     bool split_up = shape::may_split && gridDim.y > 1;
     int segment = split_up ? blockIdx.y * 4 : 0, first = llm__segment_chunk(&w, segment),
         n = (split_up ? llm__segment_chunk(&w, segment + 4) : w.n_chunks) - first;
@@ -2142,17 +2143,18 @@ LLM_UNROLL
  * registers or B.
  *
  * B IN SHARED MEMORY. A row of 128 bytes is a token's 64 columns of a chunk, in eight pieces of 16
- * bytes; row r has piece i at i ^ r % 8, so that eight rows use different banks ("128-byte
- * swizzle"). Each 8 rows are 1024 bytes at a multiple of 1024. The rounding kernel writes x in this
- * form, with columns in the order of the packed weights: one bulk copy fetches a block's tokens.
+ * bytes; row r has piece i at i ^ r % 8, so eight rows use different banks ("128-byte swizzle").
+ * Each 8 rows are 1024 bytes at a multiple of 1024. The rounding kernel writes x in this form, with
+ * columns in the order of the packed weights: one bulk copy fetches a block's tokens.
  *
  * A block computes 128 rows by 128 or 256 tokens. Each of two warpgroups has half of the rows, and
  * unpacks weights while the tensor cores multiply earlier ones. A stage is full when its bytes have
- * arrived, and empty when all eight warps are done with it; then warp 0 starts the next copies.
+ * arrived, and empty when all eight warps have finished with it; then warp 0 starts the next
+ * copies.
  *
- * SUMS ARE NOT THOSE OF CHAPTER [3]: a scale multiplies the integers, half of them times 16, and
- * the result is rounded to f16 (weights above 4094: infinity); there are no segments. So
- * deterministic mode does not use this kernel. Bytes: as above. */
+ * THE SUMS DIFFER FROM CHAPTER [3]: a scale multiplies the integers, half of them times 16, and the
+ * result is rounded to f16 (weights above 4094: infinity); there are no segments. So deterministic
+ * mode does not use this kernel. Bytes: as above. */
 
 enum { LLM__WGMMA_TOKENS = 128, LLM__WGMMA_TILES = 8 }; /* tokens per wgmma; tiles per block */
 
@@ -2228,8 +2230,8 @@ LLM_KERNEL __launch_bounds__(256, 1)
     }
     __syncthreads();
 
-    /* Lanes 0 to 7 of warp 0 copy a tile each (missing tiles: the last one again), lane 8 copies x.
-     * Sums of missing tokens are not used. */
+    /* Lanes 0 to 7 of warp 0 copy a tile each (instead of a missing tile, the last one), lane 8
+     * copies x. Sums of missing tokens are not used. */
     int64_t tile = min(block * LLM__WGMMA_TILES + lane, (int64_t)w.n_tiles - 1);
     const char *source = w.chunks + tile * w.n_chunks * Layout::chunk_bytes;
     uint32_t x_bytes = (uint32_t)min(N * LLM__WGMMA_TOKENS, x.n - first_token) * 128;
@@ -2311,7 +2313,7 @@ static void llm__launch_few(llm__cuda *cuda, const llm__products &p, const llm__
         shape::shared_bytes, p, x, llm__experts{});
 }
 
-/* The same for the groups of experts' rows */
+/* The same for the groups of experts' rows. */
 template <class Layout, int R, int N>
 static void llm__launch_experts(llm__cuda *cuda, const llm__products &p, const llm__rounded &x,
     const llm__experts &experts) {
@@ -2348,8 +2350,8 @@ static void llm__launch_wgmma(llm__cuda *cuda, const llm__products &p, const llm
         bytes, p, x, tiles);
 }
 
-/* The number of wgmmas side by side, from the tokens and the number of blocks; 0: wgmma cannot be
- * used, or would leave most SMs idle. */
+/* The number of wgmmas side by side, for these tokens and blocks; 0: wgmma cannot be used, or would
+ * leave most SMs idle. */
 static int llm__wgmmas(const llm__cuda *cuda, const llm__products &p, int n) {
     int64_t blocks = llm__all_row_blocks(p, LLM__WGMMA_TILES), processors = llm__processors(cuda);
     if (!cuda->wgmma || n <= LLM__WGMMA_TOKENS / 2 ||
@@ -2359,8 +2361,8 @@ static int llm__wgmmas(const llm__cuda *cuda, const llm__products &p, int n) {
     return blocks * llm__ceil_div(n, 2 * LLM__WGMMA_TOKENS) >= processors ? 2 : 1;
 }
 
-/* Choose the fastest kernel from n and the number of blocks per SM. All kernels but that of wgmma
- * give the same sums. */
+/* Choose the fastest kernel from n and the number of blocks per SM. All except wgmma give the same
+ * sums. */
 template <class Layout>
 static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__rounded &x) {
     constexpr int large = Layout::scaled ? 64 : 128; /* tokens; unpacking also needs registers */
@@ -2382,7 +2384,7 @@ static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const ll
     else llm__launch_many<Layout, 128, large>(cuda, p, x);
 }
 
-/* Reserve memory for rounded x. If the rows of a matmul do not fit, it is done in parts. */
+/* Reserve memory for rounded x. A matmul whose rows do not fit is done in parts. */
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     cuda->x = NULL;
     size_t rows = (size_t)cuda->largest.max_tokens + 7,
@@ -2390,7 +2392,7 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     /* minimum: 8 rows of the wide x, for f32 weights */
     size_t wide = 8 * llm__rounded_bytes((int64_t)chunks * 3),
            bytes = rows * llm__rounded_bytes((int64_t)chunks);
-    /* a counter for each tile that is split, and one more; totals of up to 32 numbers per thread */
+    /* a counter for each split tile, and one more; totals of up to 32 numbers per thread */
     size_t threads = LLM__SPLIT_THREADS * (size_t)llm__processors(cuda),
            counters = (1 + threads / 128) * sizeof(unsigned),
            totals = threads * LLM__QUARTERS * 32 * sizeof(float);
@@ -2464,7 +2466,7 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
     if (p.next.rounded.n) llm__rounded_is(cuda, p.next.out, p.next.rounded);
 }
 
-/* Rows of a group: 16 if the experts have many rows each */
+/* Rows of a group: 16 if the experts have many rows each. */
 static int llm__group_size(int64_t rows, int n_experts) { return rows > 8 * n_experts ? 16 : 8; }
 
 /* out (rows, w.rows) = each row of x times its expert's matrix, whose type and shape are w's. */
@@ -2499,7 +2501,7 @@ static void llm__cuda_experts(llm__cuda *cuda, const float *x, const llm__packed
     llm__rounded_is(cuda, x, rounded);
 }
 
-/* Compute one product, or several with the same x that llm__join has grouped. */
+/* Compute one product, or several with the same x, grouped by llm__join. */
 static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p, int n) {
     const llm__packed *w = &p->each[0].w;
     if (n < 1 || w->rows < 1) return;
@@ -2569,20 +2571,20 @@ struct llm__attention_args {
 
 enum {
     LLM__PART = 256, /* positions in a part */
-    LLM__FEW_ROWS = 32, /* chapter [6] is for up to 32 rows per sequence and kv head */
-    LLM__FEW_TILE = 16, /* rows of its tiles */
+    LLM__FEW_ROWS = 32, /* most rows per sequence and kv head for chapter [6] */
+    LLM__FEW_TILE = 16, /* rows of chapter [6]'s tiles */
     LLM__MMA_HEAD_DIM = 256, /* largest head_dim for the kernels with matrix instructions */
     LLM__WGMMA_T = 128, /* positions in a tile of the kernel for Hopper */
-    LLM__WGMMA_HALF = LLM__WGMMA_T * 128, /* bytes: 64 dimensions of it */
+    LLM__WGMMA_HALF = LLM__WGMMA_T * 128, /* bytes of 64 dimensions of such a tile */
     LLM__WGMMA_SHARED = 1024 + 8 * LLM__WGMMA_HALF, /* two stages of keys and values, aligned */
-    LLM__SLACK = 8 /* m grows for scores that exceed it by more than this */
+    LLM__SLACK = 8 /* m is raised for scores that exceed it by more */
 };
 
 LLM_DEVICE float llm__cache_value(llm_type type, const char *side, int64_t i) {
     return type == LLM_F16 ? llm__from_f16(((const uint16_t *)side)[i]) : ((const float *)side)[i];
 }
 
-/* The index of the cache row (head_dim values of one layer and kv head) that holds position p of a
+/* The index of the cache row (head_dim values of one layer and kv head) for position p of a
  * sequence with this block table. */
 LLM_DEVICE int64_t llm__position_row(
     const llm__attention_args &a, const int32_t *table, int kv_head, int p) {
@@ -2600,7 +2602,7 @@ LLM_DEVICE int64_t llm__branch_row(
     return ((int64_t)block * a.n_kv_heads + kv_head) * a.block_size + slot - block * a.block_size;
 }
 
-/* The first position of the tree that a token belongs to; INT32_MAX: it is in no tree. */
+/* The first position of a token's tree; INT32_MAX: it is in no tree. */
 LLM_DEVICE int llm__first_branch(const llm__attention_args &a, int token) {
     if (a.parents[token] < 0) return INT32_MAX;
     while (a.parents[token] >= 0) token = a.parents[token];
@@ -2685,7 +2687,8 @@ __host__ __device__ static inline int llm__window_start(int window, int position
     return window && position >= window ? position - window + 1 : 0;
 }
 
-/* Where position p of an item's sequence is in the cache, in 16 bytes; -1: no row sees it. */
+/* Offset in the cache, in units of 16 bytes, of position p of an item's sequence; -1: no row sees
+ * it. */
 LLM_DEVICE int llm__find_position(const llm__attention_args &a, const llm__attention_item &item,
     const int32_t *table, int kv_head, int p) {
     if (p < item.start || p >= item.end) return -1;
@@ -2695,7 +2698,7 @@ LLM_DEVICE int llm__find_position(const llm__attention_args &a, const llm__atten
     return (int)row * (a.head_dim / 8);
 }
 
-/* The offset in q and in out of row r of an item's sequence, and the row's position. */
+/* The offset in q and out of row r of an item's sequence, and the row's position. */
 LLM_DEVICE int64_t llm__row_offset(const llm__attention_args &a, const llm__attention_item &item,
     int kv_head, int r, int *position) {
     int token = r / a.group;
@@ -2705,8 +2708,8 @@ LLM_DEVICE int64_t llm__row_offset(const llm__attention_args &a, const llm__atte
         a.head_dim;
 }
 
-/* Where the sums of a row of an item's tile are stored, and after them m and l. NULL: the item is a
- * whole sequence, whose result goes to `out`. */
+/* Address for the sums of a row of an item's tile, followed by m and l. NULL: the item is a whole
+ * sequence, whose result goes to `out`. */
 LLM_DEVICE float *llm__part(
     const llm__attention_args &a, const llm__attention_item &item, int kv_head, int row) {
     if (item.part_row < 0) return NULL;
@@ -2721,8 +2724,8 @@ LLM_DEVICE float llm__merged(float before, float part, float a, float b) {
     return fmaf(before, a, __fmul_rn(part, b));
 }
 
-/* Merge a part's m and l into the total. *a and *b: factors of llm__merged for the earlier sums and
- * for the part's. A part with m = -infinity (no position seen) changes nothing. */
+/* Merge a part's m and l into the total. *a and *b: the factors for the earlier sums and for the
+ * part's. A part with m = -infinity (no position seen) changes nothing. */
 LLM_DEVICE void llm__merge(llm__softmax *total, float m, float l, float *a, float *b) {
     float larger = fmaxf(total->m, m), base = larger == -INFINITY ? 0.0f : larger;
     *a = llm__exp2(total->m - base);
@@ -2731,9 +2734,9 @@ LLM_DEVICE void llm__merge(llm__softmax *total, float m, float l, float *a, floa
     total->l = llm__merged(total->l, l, *a, *b);
 }
 
-/* HD: head_dim, padded with zeros. A block has R groups of 16 rows and C warps per group, which all
- * compute the same scores and then HD / C dimensions of the result each (C > 1 if one warp has too
- * few registers, or the others would have no rows). */
+/* HD: head_dim, padded with zeros. A block has R groups of 16 rows and C warps per group. These
+ * compute the same scores, then HD / C dimensions of the result each (C > 1 if one warp has too few
+ * registers, or the others would have no rows). */
 template <int HD, int R, int C, int Stages>
 struct llm__attention_shape_of {
     enum {
@@ -2741,14 +2744,14 @@ struct llm__attention_shape_of {
         threads = R * C * 32,
         rows = R * 16,
         D = HD / C, /* D: dimensions of the result per warp */
-        side_bytes = T * HD * 2, /* a tile of keys, or of values */
+        side_bytes = T * HD * 2, /* bytes of a tile of keys or of values */
         shared_bytes = Stages * 2 * side_bytes
     };
 };
 
-/* Byte offset in a shared-memory tile of a position's 8 dimensions from 8 * d8 on. The layout is
- * (HD / 32, position, 4 pieces of 16 bytes). Pieces change order every two positions, and odd
- * groups of 32 dimensions swap neighbouring positions, so that 8 lanes read 4 pieces of 2 positions
+/* Byte offset, in a shared-memory tile, of dimensions 8 * d8 to 8 * d8 + 7 of a position. The
+ * layout is (HD / 32, position, 4 pieces of 16 bytes). Pieces change order every two positions, and
+ * odd groups of 32 dimensions swap neighbouring positions. So 8 lanes read 4 pieces of 2 positions
  * (keys) or 1 of 8 (values), and write 8 of a position, without a bank conflict. A tile of
  * LLM__WGMMA_T positions is (HD / 64, position, 8 pieces), as wgmma reads it. */
 template <int T>
@@ -2762,14 +2765,14 @@ LLM_DEVICE int llm__tile_offset(int position, int d8) {
  * start + i T on. */
 template <int HD, int T, int Threads, int Stages>
 struct llm__tiles {
-    enum { side_bytes = T * HD * 2 }; /* keys or values */
+    enum { side_bytes = T * HD * 2 }; /* bytes of keys or values */
     const llm__attention_args &a;
     const llm__attention_item &item;
     char *ring; /* (Stages, 2, side_bytes): keys, values */
     int *table; /* (Stages, T): see llm__find_position */
-    const int32_t *blocks; /* of the sequence */
+    const int32_t *blocks; /* the sequence's block table */
     int start, n; /* first position; number of tiles */
-    int ahead; /* the thread's next entry of the table, read a tile ahead */
+    int ahead; /* the thread's next entry of the table, read one tile ahead */
 
     LLM_DEVICE int look_up(int tile) const {
         return llm__find_position(a, item, blocks, blockIdx.y, start + tile * T + (int)threadIdx.x);
@@ -2812,8 +2815,7 @@ LLM_UNROLL
         }
         llm__cp_async_commit();
     }
-    /* Wait for tile i, start to copy the one that takes the place of tile i - 1, and return tile
-     * i. */
+    /* Wait for tile i, start to copy the tile that replaces tile i - 1, and return tile i. */
     LLM_DEVICE const char *next(int i) {
         int tile = i + Stages - 1;
         if (threadIdx.x < T) {
@@ -2828,10 +2830,10 @@ LLM_UNROLL
     }
 };
 
-/* Rows g (h = 0) and g + 8 (h = 1) of 16 rows of a tile: their offsets in q and in out; positions
- * (-1: no row); and q times scale x log2(e), divided by a power of two (factor), as f16. Lane (g,
- * t) has dimensions 8t to 8t + 7 of each 32, as matmul reads x; for wgmma (InOrder), 2t and 2t + 1
- * of each 8. */
+/* Rows g (h = 0) and g + 8 (h = 1) of 16 rows of a tile: their offsets in q and out; positions (-1:
+ * no row); and q times scale x log2(e), divided by a power of two (factor), as f16. Lane (g, t) has
+ * dimensions 8t to 8t + 7 of each 32, as matmul reads x; for wgmma (InOrder), 2t and 2t + 1 of each
+ * 8. */
 template <int HD, bool InOrder>
 LLM_DEVICE void llm__load_query(uint32_t query[HD / 16][4], float factor[2], int64_t offset[2],
     int position[2], const llm__attention_args &a, const llm__attention_item &item, int kv_head,
@@ -2892,8 +2894,7 @@ LLM_UNROLL
     }
 }
 
-/* Set the scores of positions that a row does not see to -infinity. position: of rows g and g +
- * 8. */
+/* Set the scores of unseen positions to -infinity. position: of rows g and g + 8. */
 template <int T>
 LLM_DEVICE void llm__hide_unseen(
     float scores[T / 8][4], int window, const int position[2], int tile_start, int lane) {
@@ -2908,7 +2909,7 @@ LLM_UNROLL
     }
 }
 
-/* Limit scores: x becomes cap tanh(x / cap). A score is x times log2(e), divided by its factor. */
+/* Limit scores: x becomes cap tanh(x / cap). A stored score is x log2(e) / factor. */
 template <int T>
 LLM_DEVICE void llm__cap_scores(float scores[T / 8][4], const float factor[2], float cap) {
     cap *= 1.44269504f;
@@ -2922,8 +2923,8 @@ LLM_UNROLL
         }
 }
 
-/* Reduce scores by the distance of their positions times the slopes (16) of the rows. Like scores,
- * slopes are times log2(e); scores are also divided by the factor. */
+/* Subtract from each score the distance of its position times its row's slope. slopes (16): times
+ * log2(e), as scores are; scores are also divided by the factor. */
 template <int T>
 LLM_DEVICE void llm__add_alibi(float scores[T / 8][4], const float *slopes, const float factor[2],
     const int position[2], int tile_start, int lane) {
@@ -2941,8 +2942,8 @@ LLM_UNROLL
 }
 
 /* Turn scores into weights 2^(score x factor - m), and update m and l; `factor` is a power of two,
- * so the product is exact. The caller multiplies its sums by `shrink`, mostly 1. Four lanes share a
- * row; l has only the lane's own weights. */
+ * so the product is exact. The caller multiplies its sums by `shrink`, usually 1. Four lanes share
+ * a row; l has only the lane's own weights. */
 template <int T>
 LLM_DEVICE void llm__weigh(
     float scores[T / 8][4], const float factor[2], llm__softmax now[2], float shrink[2]) {
@@ -2969,11 +2970,11 @@ LLM_UNROLL
         }
 }
 
-/* sums (16, D) += weights (16, T) times values (T, D), of the D dimensions from first_d on. */
+/* sums (16, D) += weights (16, T) times values (T, D), for D dimensions from first_d on. */
 template <int T, int D>
 LLM_DEVICE void llm__multiply_values(float sums[D / 8][4], const float weights[T / 8][4],
     const char *values, int first_d, int lane) {
-    const char *own[4]; /* four pieces of 16 dimensions; an offset adds 64 to all dimensions */
+    const char *own[4]; /* addresses of four pieces of 16 dimensions; offsets add 64 */
 LLM_UNROLL
     for (int n = 0; n < 4; n++)
         own[n] = values + llm__tile_offset<T>(lane % 16, first_d / 8 + 2 * n + lane / 16);
@@ -2993,7 +2994,7 @@ LLM_UNROLL
 }
 
 /* blockIdx.x: item; y: kv head. Bytes: q; keys and values of each item's positions; `out` or, if
- * split, `parts`. The totals of the parts so far are in shared memory (`keep`) or in `out`. */
+ * split, `parts`. The totals of earlier parts are in shared memory (`keep`) or in `out`. */
 template <int HD, int R, int C, int Stages>
 LLM_KERNEL __launch_bounds__((llm__attention_shape_of<HD, R, C, Stages>::threads))
     llm__attention_kernel(llm__attention_args a, bool keep) {
@@ -3049,7 +3050,7 @@ LLM_UNROLL
         bool last = i + 1 == tiles.n;
         if (!last && (tile_start + T) % LLM__PART) continue;
 
-        /* The end of a part: store it (split), or merge it into the totals. */
+        /* at the end of a part: store it (split) or merge it into the totals */
 LLM_UNROLL
         for (int h = 0; h < 2; h++) {
             now[h].l = llm__four_sum(now[h].l);
@@ -3060,7 +3061,7 @@ LLM_UNROLL
                 float *totals = (float *)(ring + shape::shared_bytes);
                 float *out = (split ? part : a.out + offset[h]) + own_d;
                 float *to = keep ? totals + row * (HD + 8) + own_d : out;
-                float2 x[D / 8] = {}; /* aligned below, because head_dim is a multiple of 8 */
+                float2 x[D / 8] = {}; /* aligned below: head_dim is a multiple of 8 */
                 if (!first)
 LLM_UNROLL
                     for (int n = 0; n < D / 8; n++)
@@ -3113,7 +3114,7 @@ LLM_KERNEL __launch_bounds__(256, 1) llm__attention_wgmma_kernel(llm__attention_
     uint32_t query[HD / 16][4];
     llm__load_query<HD, true>(query, factor, offset, position, a, item, kv_head, warp * 16, lane);
     float sums[HD / 8][4] = {}, scores[T / 8][4];
-    uint32_t weights[T / 16][4]; /* scores as matrix A */
+    uint32_t weights[T / 16][4]; /* the scores, as matrix A */
     llm__softmax now[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     int lowest = __shfl_sync(0xffffffffu, position[0], 0); /* of the warp; -1: no rows */
     for (int i = 0; i < tiles.n; i++) {
@@ -3212,7 +3213,7 @@ enum { LLM__MERGED = 8 }; /* parts that a warp merges at a time */
  * all parts read, `out` written. */
 LLM_KERNEL llm__merge_kernel(llm__attention_args a) {
     llm__take_over();
-    LLM_SHARED(float, passed, 128); /* the sums, and their m and l, from one warp to the next */
+    LLM_SHARED(float, passed, 128); /* sums, m and l, passed from one warp to the next */
     LLM_SHARED(llm__softmax, passed_total, 1);
     const llm__attention_item item = a.items[blockIdx.x];
     int row = blockIdx.z, kv_head = blockIdx.y, lane = threadIdx.x % 32;
@@ -3227,7 +3228,7 @@ LLM_KERNEL llm__merge_kernel(llm__attention_args a) {
     for (int d = lane * 4; d - lane * 4 < a.head_dim; d += 128) {
         float4 x[LLM__MERGED];
         float2 stats;
-        auto load = [&](int first) { /* the warp's next parts; lane i has m and l of part i */
+        auto load = [&](int first) { /* loads the warp's next parts; lane i has m and l of part i */
 LLM_UNROLL
             for (int i = 0; i < LLM__MERGED; i++)
                 if (first + i < n && d < a.head_dim)
@@ -3291,7 +3292,7 @@ static bool llm__has_items(
         INT32_MAX / (shape->head_dim / 8); /* llm__load_tile counts in 16 bytes */
 }
 
-/* The list for operations of this shape. If there is none: NULL or, if `add`, a new one. */
+/* The list for operations of this shape; NULL: none. If `add`, a missing list is created. */
 static llm__attention_list *llm__list_of(
     llm__device_batch *b, const llm_attention_shape *shape, bool add) {
     llm__attention_list list = {};
@@ -3330,7 +3331,7 @@ static int64_t llm__each_item(
     int64_t part_rows = 0;
     for (int s = 0; s < batch->n_sequences; s++) {
         int rows = batch->seq_count[s] * list->group, first_token = batch->seq_first[s];
-        bool tree = llm__is_tree(batch, s), /* then a tile has rows of one token */
+        bool tree = llm__is_tree(batch, s), /* in a tree, a tile has rows of one token */
             few = (tree ? list->group : rows) <= LLM__FEW_ROWS && llm__on(cuda, LLM__DECODE);
         int tile_rows = few ? (int)LLM__FEW_TILE : list->tile_rows;
         for (int row = 0, end; row < rows; row = end) {
@@ -3366,17 +3367,17 @@ static int64_t llm__each_item(
 }
 
 /* An item's class by its number of positions: four classes per power of two. Lists begin with the
- * longest items, so that blocks with much work start first. */
+ * longest items, since blocks with much work should start first. */
 static int llm__item_class(const llm__attention_item &item) {
     int n = item.end - item.start, log2 = 31 - __builtin_clz((unsigned)n);
     return 127 - 4 * log2 - (int)((int64_t)n << 2 >> log2 & 3);
 }
 
-/* Write the items, then padding, to `to`, and return the bytes of their parts. to NULL: only set
+/* Write the items, then padding, to `to`; returns the bytes of their parts. to NULL: only set
  * list->n. */
 static size_t llm__list_items(const llm__cuda *cuda, const llm_batch *batch,
     llm__attention_list *list, llm__attention_item *const to[]) {
-    int places[LLM__ITEM_KINDS][128] = {}; /* number of items of each class, then next place */
+    int places[LLM__ITEM_KINDS][128] = {}; /* items of each class; then its next index */
     llm__each_item(cuda, batch, list,
         [&](int kind, const llm__attention_item &item) { places[kind][llm__item_class(item)]++; });
     for (int kind = 0; kind < LLM__ITEM_KINDS; kind++) {
@@ -3396,9 +3397,9 @@ static size_t llm__list_items(const llm__cuda *cuda, const llm_batch *batch,
     return (size_t)list->part_bytes * (size_t)llm__each_item(cuda, batch, list, write);
 }
 
-/* The bytes of parts of the program's largest step. Sequences may fill their contexts, but not
- * exceed a cache in the memory that is now free: 32 rows of a part take an eighth of the keys and
- * values of its positions in one layer. A step whose sequences share blocks may need more. */
+/* The most bytes that `parts` needs in a step, unless sequences share blocks. Two limits apply:
+ * every sequence fills its context; or the cache fills the memory that is now free. (32 rows of a
+ * part have an eighth of the bytes of its keys and values in one layer.) */
 static size_t llm__largest_parts(
     const llm__cuda *cuda, const llm_program *program, const llm_limits *limits) {
     llm__device_batch b = {};
@@ -3409,7 +3410,7 @@ static size_t llm__largest_parts(
     for (int i = 0; i < b.n_lists && llm__on(cuda, LLM__SPLIT); i++) {
         int group = b.lists[i].group, few = LLM__FEW_ROWS / group * group;
         double one = fmin((double)few * limits->max_sequences, (double)group * limits->max_tokens) *
-            b.lists[i].part_bytes; /* a part of each sequence */
+            b.lists[i].part_bytes; /* one part of each sequence */
         largest = fmax(largest,
             fmin(one * llm__ceil_div(limits->max_context, LLM__PART),
                 one + (double)free_bytes / (8.0 * n_layers)));
@@ -3506,8 +3507,8 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
  * ================================================================================== */
 
 enum {
-    LLM__DRAW_THREADS = 512,  /* of the kernel `draw` */
-    LLM__BINS = 2048,         /* of a histogram: 11 bits */
+    LLM__DRAW_THREADS = 512,  /* threads of the kernel `draw` */
+    LLM__BINS = 2048,         /* bins of a histogram: 11 bits */
     LLM__OWN_LOGITS = 16,     /* logits per thread, and 256 threads per part: */
     LLM__PART_LOGITS = (int)LLM__BLOCK * LLM__OWN_LOGITS,
     LLM__LISTED = 4096        /* most tokens in the list of a draw */
@@ -3517,8 +3518,8 @@ typedef struct llm__tally {
     unsigned long long mass, count; /* sum of likelihoods; number of tokens */
 } llm__tally;
 
-/* A mass is kept as two 32-bit words. An atomic addition of 32 bits in shared memory is one
- * instruction; one of 64 bits is a loop in which threads with the same bin wait for each other. */
+/* A mass is kept as two 32-bit words. In shared memory, a 32-bit atomic addition is one
+ * instruction; a 64-bit one is a loop in which threads with the same bin wait for each other. */
 typedef struct llm__histogram {
     unsigned low[LLM__BINS], high[LLM__BINS]; /* halves of the mass */
     unsigned count[LLM__BINS];                /* tokens */
@@ -3545,7 +3546,7 @@ typedef struct llm__draw_shared {
     float logits[LLM__LISTED];   /* the draw's list: logits and ids */
     int ids[LLM__LISTED];
     llm__tally warps[32];        /* scratch, one per warp */
-    llm__tally found;            /* sum over the bins before the one that llm__find_bin found */
+    llm__tally found;            /* sum over the bins before the one found by llm__find_bin */
     llm__token tokens[32];       /* scratch, one per warp */
     float values[32];            /* scratch, one per warp */
     int bin, id;                 /* results of llm__find_bin and llm__find_id */
@@ -3553,13 +3554,13 @@ typedef struct llm__draw_shared {
 
 typedef struct llm__row_part {   /* a part of a row, for one draw */
     llm__token best;             /* the first token with the largest logit, after adjustments */
-    float most, sum;             /* before them: largest logit; sum of exp(logit - most) */
+    float most, sum;             /* before adjustments: largest logit; sum of exp(logit - most) */
     unsigned long long mass;     /* sum of the likelihoods */
-    int first, n;                /* where its likely tokens are in the draw's list */
+    int first, n;                /* range of its likely tokens in the draw's list */
 } llm__row_part;
 
 typedef struct llm__drawn {      /* result of a draw */
-    llm__token token;            /* with its logit before adjustments */
+    llm__token token;            /* the token, with its logit before adjustments */
     float total;                 /* ln(sum of exp(logit)) */
 } llm__drawn;
 
@@ -3569,12 +3570,12 @@ typedef struct llm__draw_arguments {
     const llm__device_draw *draws;
     const int32_t *starts;       /* block b of `draw`: draws starts[b] to starts[b + 1] - 1 */
     const llm_adjustment *adjustments; /* of all draws */
-    float *saved;                /* (as many) the logits of their tokens */
+    float *saved;                /* the logits, before adjustments, of the adjusted tokens */
     llm__row_part *parts;        /* (draws, n_parts) */
     llm__token *lists;           /* (draws, LLM__LISTED) */
-    int *listed;                 /* (draws) likely tokens; not in the list if there is no room */
+    int *listed;                 /* (draws) number of likely tokens; some may not fit in the list */
     llm__drawn *drawn;           /* (draws) */
-    llm__token *tops;            /* likeliest tokens of all draws; those of a draw in any order */
+    llm__token *tops;            /* likeliest tokens of all draws; of each draw in any order */
 } llm__draw_arguments;
 
 /* Parameters of llm__device_likelihood, which equals llm__likelihood in llm.h bit for bit. */
@@ -3582,7 +3583,7 @@ typedef struct llm__odds {
     float most;      /* largest logit */
     float per_logit; /* 2^24 / ln 2 / temperature */
     float listed;    /* least logit of the tokens in the list */
-    int bits;        /* 2^bits is the likelihood of the largest logit */
+    int bits;        /* likelihood of the largest logit is 2^bits */
 } llm__odds;
 
 __device__ static inline llm__odds llm__odds_of(float most, float temperature, int bits) {
@@ -3602,7 +3603,7 @@ LLM_UNROLL
     return ((1ull << 32) + __umulhi(f, sum)) << (odds->bits - 32) >> whole;
 }
 
-/* A larger logit has a smaller key; equal logits (0 and -0 too) have equal keys. */
+/* A larger logit has a smaller key; equal logits (also 0 and -0) have equal keys. */
 __device__ static inline uint32_t llm__sort_key(float logit) {
     uint32_t bits = __float_as_uint(logit == 0 ? 0.0f : logit);
     return bits & 0x80000000u ? bits : ~(bits | 0x80000000u);
@@ -3644,7 +3645,7 @@ __device__ static inline llm__token llm__better(llm__token a, llm__token b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id) ? a : b;
 }
 
-/* Returns to all threads the best of their tokens. `shared` (32) is scratch. */
+/* Give all threads the best of their tokens. `shared` (32) is scratch. */
 __device__ static inline llm__token llm__block_best(llm__token best, llm__token *shared) {
     for (int round = 0; round < 2; round++) { /* 0: within each warp; 1: over the warps' results */
         for (int other = 16; other; other /= 2) {
@@ -3669,8 +3670,8 @@ __device__ static inline float llm__device_adjusted(float x, const llm_adjustmen
     return x > 0 ? __fsub_rn(x / a->penalty, a->minus) : fmaf(x, a->penalty, -a->minus);
 }
 
-/* Load a thread's logits of a part: `raw`, and x after adjustments. Logit k is that of token
- * 32 k + the returned id, so a warp has consecutive tokens. */
+/* Load a thread's logits of a part: `raw`, and x after adjustments. Logit k belongs to token 32 k +
+ * the returned id, so a warp has consecutive tokens. */
 __device__ static __forceinline__ int llm__load_part(const llm__draw_arguments *a, int draw,
                                                      int part, float raw[LLM__OWN_LOGITS],
                                                      float x[LLM__OWN_LOGITS]) {
@@ -3712,7 +3713,7 @@ __global__ static void __launch_bounds__(LLM__BLOCK)
 LLM_UNROLL
     for (int k = 0; k < LLM__OWN_LOGITS; k++) {
         if (x[k] > best.logit) best.logit = x[k], best.id = first + k * 32;
-        most = fmaxf(most, raw[k]); /* of a NaN and a number, the number */
+        most = fmaxf(most, raw[k]); /* ignores NaN */
     }
     best = llm__block_best(best, tokens);
     most = llm__block_max(most, scratch);
@@ -3764,7 +3765,7 @@ LLM_UNROLL
     if (lane == 0) warps[warp] = sum;
     __syncthreads();
     llm__tally all = {0, 0};
-    int at = 0; /* first the number of listed tokens before this warp's */
+    int at = 0; /* at first, the number of tokens listed before this warp's */
     for (int i = 0; i < (int)blockDim.x / 32; i++) {
         if (i == warp) at = (int)all.count;
         all.mass += warps[i].mass;
@@ -3794,11 +3795,11 @@ typedef struct llm__tokens {
     const float *logits;   /* (n) */
     const int *ids;        /* (n) ascending; NULL: a row, and the index is the id */
     int n, n_all;          /* n_all: size of the vocabulary */
-    unsigned long long all; /* mass of the row */
+    unsigned long long all; /* mass of the whole row */
 } llm__tokens;
 
 /* Call visit(i, row[i]) for i = first, first + step, ..., in order. A thread starts several reads
- * at once: one block per row has too few threads to hide the latency of memory otherwise. */
+ * at once, since one block per row has too few threads to hide the latency of memory otherwise. */
 template <class Visit>
 __device__ __forceinline__ void llm__each_logit(const float *row, int n, unsigned first,
                                                 unsigned step, Visit visit) {
@@ -3879,7 +3880,7 @@ __device__ static inline void llm__histogram_fill(llm__histogram *h, const llm__
 }
 
 /* Find the logit at which the running sum over the sorted list passes `point`. *key is its key;
- * *before sums the tokens with larger logits. False: the sum never passes it. */
+ * *before sums the tokens with larger logits. False: the sum never passes `point`. */
 __device__ static inline bool llm__find(llm__draw_shared *s, const llm__tokens *t,
                                         const llm__odds *odds, unsigned long long point,
                                         bool by_count, uint32_t *key, llm__tally *before) {
@@ -3898,8 +3899,8 @@ __device__ static inline bool llm__find(llm__draw_shared *s, const llm__tokens *
     return true;
 }
 
-/* A token's term in the sum of llm__find_id: its likelihood or, if `equals`, 1 if its key is
- * `key`. */
+/* A token's term in the sum of llm__find_id: its likelihood or, if `equals`, 1 for tokens with this
+ * key, else 0. */
 __device__ static inline unsigned long long llm__share(const llm__odds *odds, float logit,
                                                        bool equals, uint32_t key) {
     logit = llm__clean(logit);
@@ -3938,7 +3939,7 @@ __device__ static inline int llm__find_id(llm__draw_shared *s, const float *row,
     return s->id;
 }
 
-/* The mass of the tokens that pass all filters; 0: some of them are not among these tokens. */
+/* The mass of the tokens that pass all filters; 0: some of these are not in t. */
 __device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared *s,
                                                                const llm__tokens *t,
                                                                const llm__odds *odds,
@@ -4014,8 +4015,8 @@ __device__ static inline int llm__copy_list(llm__draw_shared *s, const llm__row_
     return before;
 }
 
-/* List the n likeliest tokens of a row in `tops`, in any order; of equal ones, those with the
- * smallest ids. */
+/* List the n likeliest tokens of a row in `tops`, in any order. Equally likely ones rank by id,
+ * smallest first. */
 __device__ static inline void llm__list_tops(llm__draw_shared *s, const llm__tokens *row, int n,
                                              llm__token *tops) {
     uint32_t key;
@@ -4066,8 +4067,8 @@ __device__ static inline int llm__draw_one(llm__draw_shared *s, const llm__draw_
     return t.ids ? t.ids[i] : i;
 }
 
-/* One block per row. The adjusted logits are written into the row; `saved` keeps the original ones,
- * which are restored after the draw. */
+/* One block per row. The adjusted logits are written into the row; `saved` keeps the original ones
+ * until after the draw. */
 __global__ static void __launch_bounds__(LLM__DRAW_THREADS, 1)
     llm__draw_kernel(llm__draw_arguments a) {
     LLM_DYNAMIC_SHARED(llm__draw_shared, s);
@@ -4179,7 +4180,7 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
         to[i].n_top = draws[i].n_top;
         n_tops += draws[i].n_top;
         to[i].first_adjustment = n_adjustments;
-        for (int k = 0; k < draws[i].n_adjustments; k++) /* a draft may know fewer tokens */
+        for (int k = 0; k < draws[i].n_adjustments; k++) /* a draft may have fewer tokens */
             if (draws[i].adjustments[k].token < vocab_size)
                 list[n_adjustments++] = draws[i].adjustments[k];
         to[i].n_adjustments = n_adjustments - to[i].first_adjustment;
@@ -4259,7 +4260,7 @@ LLM_UNROLL
     __device__ static void scales(const llm__packed &, const char *, int, llm__scales[2]) {}
 };
 
-/* Four int8 to f16: out[0] as they are, out[1] times 16. Flipping the sign bit adds 128. */
+/* Convert four int8 to f16: out[0] unchanged, out[1] times 16. Flipping the sign bit adds 128. */
 LLM_DEVICE void llm__unpack_q8(uint32_t word, uint32_t out[2]) {
     word ^= 0x80808080u;
     /* 1024 + 128 + q: subtract 1152, or 16 x 1152 */
@@ -4277,7 +4278,7 @@ struct llm__q8_0_layout {
         minimums = 0,
         unit = 1
     };
-    uint4 words[2]; /* of each half: eight columns of row g, of row g + 8 */
+    uint4 words[2]; /* eight columns: row g, row g + 8 of half 0; then of half 1 */
 
     LLM_DEVICE void load(const char *chunk, int lane) {
         for (int i = 0; i < 2; i++) words[i] = llm__load_16(chunk + i * 512 + lane * 16);
@@ -4302,7 +4303,7 @@ LLM_DEVICE void llm__unpack_minimum(
     uint32_t pair = half && !Groups ? row.y : row.x;
     *scale = llm__from_f16(pair);
     *minimum = llm__from_f16((pair >> 16)) * times;
-    if (Groups) { /* a byte as the last bits of 2^23, minus 2^23: no conversion instruction */
+    if (Groups) { /* make a byte the last bits of 2^23 and subtract 2^23: no conversion */
         float whole = __uint_as_float(__byte_perm(row.y, 0x4b000000, 0x7650 + 2 * half));
         float whole_minimum = __uint_as_float(__byte_perm(row.y, 0x4b000000, 0x7651 + 2 * half));
         *scale *= whole - 8388608.0f;
@@ -4311,8 +4312,8 @@ LLM_DEVICE void llm__unpack_minimum(
 }
 
 /* Integers of 4 + High bits. The low four bits are stored as in q4_0, the high bits in one word per
- * lane and chunk (High 1) or half (High 2): those of columns 2i and 2i + 1 of row g from bits i x
- * High and i x High + 16 on; for row g + 8, add 4 x High; for the second half, if High is 1, add 8.
+ * lane and chunk (High 1) or half (High 2): those of columns 2i and 2i + 1 of row g begin at bits i
+ * x High and i x High + 16; for row g + 8, add 4 x High; for the second half, if High is 1, add 8.
  * Then 16 bytes per g: the scales of rows g and g + 8. High 2 is q6_K: no minimum, zero point 32, a
  * scale per 16 columns. */
 template <int High, bool Groups>
@@ -4330,7 +4331,7 @@ struct llm__bits_layout {
     };
     uint4 words; /* as in q4_0 */
     uint32_t high[2]; /* higher bits of each half; High 1: all in high[0] */
-    uint32_t own[2]; /* High 2: scales of rows g and g + 8: of half 0, ..., of half 1, ... */
+    uint32_t own[2]; /* High 2: scales of rows g and g + 8, half 0, then half 1 */
 
     LLM_DEVICE void load(const char *chunk, int lane) {
         words = llm__load_16(chunk + lane * 16);
@@ -4342,7 +4343,7 @@ struct llm__bits_layout {
             own[0] = scales[0].y >> lane % 4 / 2 * 8, own[1] = scales[1].y >> lane % 4 / 2 * 8;
         }
     }
-    /* The columns of a word; above: their high bits. */
+    /* Unpack the columns of a word; above: their high bits. */
     LLM_DEVICE static void unpack_row(uint32_t word, uint32_t above, uint32_t out[4]) {
         if (!High) llm__unpack_q4(word, out);
 LLM_UNROLL
@@ -4364,7 +4365,7 @@ LLM_UNROLL
 LLM_UNROLL
         for (int r = 0; High == 2 && r < 2; r++) {
             float whole = (float)(int8_t)(own[r] >> 16 * half);
-            /* 16 x whole could exceed f16, so the other columns are divided */
+            /* 16 x whole could exceed f16's range, so the other columns are divided */
             uint32_t factor = llm__pair(whole, whole),
                      sixteenth = llm__pair(whole / 16, whole / 16);
 LLM_UNROLL
@@ -4411,7 +4412,7 @@ static void llm__with_layout(llm__layout layout, Function function) {
     }
 }
 
-/* One weight, taken from the fragments; for kernels that need not be fast. */
+/* Read one weight from the fragments, slowly. */
 template <class Layout>
 __device__ static float llm__packed_value(const llm__packed &w, int64_t row, int64_t col) {
     int k = (int)(col % LLM__CHUNK), below = (int)(row % LLM__TILE_ROWS / 8);
@@ -4427,13 +4428,13 @@ __device__ static float llm__packed_value(const llm__packed &w, int64_t row, int
         float factor = 1.0f, scale = 1.0f, minimum = 0.0f;
         part.load(chunk, lane);
         Layout::scales(w, chunk, lane, scales);
-        if constexpr (Layout::bits == 6) { /* multiply by its scale of 16 columns here: exact */
+        if constexpr (Layout::bits == 6) { /* apply its scale of 16 columns here: exact */
             factor = (float)(int8_t)((below ? part.own[1] : part.own[0]) >> k / 32 * 16);
             part.own[0] = part.own[1] = 0x00010001;
         }
 LLM_UNROLL
         for (int i = 0; i < 16;
-            i++) { /* indexes are constants, so arrays are in registers */
+            i++) { /* constant indexes keep the arrays in registers */
             if (i % 8 == 0) part.unpack(i / 8, a);
             if (i != place) continue;
             pair = a[i / 4 % 2][i % 4];
@@ -4450,7 +4451,7 @@ LLM_UNROLL
 
 /* ---- Loading a matrix ---- */
 
-/* Rows of a matrix in the file's layout. The first one is also the first row of a tile. */
+/* Rows of a matrix in the file's layout. The first one is the first row of a tile. */
 struct llm__source {
     llm_type type;
     const char *data;
@@ -4481,7 +4482,7 @@ LLM_KERNEL llm__row_scales_kernel(llm__source s, float *row_scales) {
     if (threadIdx.x % 32 == 0) row_scales[row] = llm__power_for(largest);
 }
 
-/* Types with blocks of 32: bytes of a block before its fifth bits; bytes of a block. */
+/* Types with blocks of 32: bytes of a block before its fifth bits. */
 LLM_DEVICE int llm__head_bytes(llm_type type) {
     return type == LLM_Q4_0 || type == LLM_Q5_0 || type == LLM_Q8_0 ? 2 : 4;
 }
@@ -4496,7 +4497,7 @@ LLM_DEVICE int llm__group_block_bytes(llm_type type) {
     return type == LLM_Q4_K ? 144 : type == LLM_Q5_K ? 176 : type == LLM_Q6_K ? 210 : 0;
 }
 
-/* Integer i of a row of the file, with no zero point subtracted. (Formats: chapter [7] of
+/* Integer i of a row of the file, before subtracting a zero point. (Formats: chapter [7] of
  * llm.h.) */
 LLM_DEVICE uint32_t llm__level(llm_type type, const uint8_t *row, int64_t i) {
     int j = (int)(i % 32), group = (int)(i % 256 / 32), bytes = llm__group_block_bytes(type);
@@ -4594,7 +4595,7 @@ __device__ static void llm__pack(
     }
 }
 
-/* Pack rows in the file's layout into chunks. One warp per chunk. */
+/* Pack rows from the file's layout into chunks. One warp per chunk. */
 template <class Layout>
 LLM_KERNEL llm__pack_kernel(llm__packed w, llm__source s) {
     int64_t n = llm__ceil_div(s.end_row - s.first_row, LLM__TILE_ROWS) * w.n_chunks;
@@ -4681,8 +4682,8 @@ static bool llm__cuda_fail(
     return false;
 }
 
-/* Clear err, return the context, and make its GPU the current one of this thread: CUDA keeps the
- * current GPU per CPU thread, and any thread may call the engine. */
+/* Clear err, return the context, and make its GPU current: CUDA keeps a current GPU per CPU thread,
+ * and any thread may call the engine. */
 static llm__cuda *llm__cuda_of(void *context, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm__cuda_clear(err);
@@ -4706,7 +4707,7 @@ static bool llm__cuda_check(
     bool lost = now != cudaSuccess && now != cudaErrorNotReady;
     cudaGetLastError(); /* reported here, so llm__cuda_launched must not report it again */
     return llm__cuda_fail(cuda, err, LLM_ERROR_DEVICE, "%s failed: %s%s", doing,
-        cudaGetErrorString(code), lost ? ": the GPU is lost to this program: restart it" : "");
+        cudaGetErrorString(code), lost ? ": the GPU is lost; restart the program" : "");
 }
 
 /* Keep the first failure, to report it later: operations cannot return errors. */
@@ -4716,8 +4717,8 @@ static void llm__cuda_note(llm__cuda *cuda, cudaError_t code, const char *doing)
         cuda->failure = err;
 }
 
-/* Keep the error of a kernel that could not start. The next sync reports errors that occur while a
- * kernel runs. */
+/* Keep the error of a kernel that could not start. Errors while a kernel runs are reported by the
+ * next sync. */
 static void llm__cuda_launched(llm__cuda *cuda, const char *kernel) {
     cuda->launches++;
     llm__cuda_note(cuda, cudaGetLastError(), kernel);
@@ -4735,7 +4736,7 @@ static bool llm__cuda_finish(llm__cuda *cuda, llm_error *err) {
     return llm__cuda_wait(cuda, "what the device was doing", err);
 }
 
-/* Report the failure that the context keeps, and clear it. */
+/* Report the kept failure, and clear it. */
 static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
     bool fine = cuda->failure.status == LLM_OK;
     if (!fine && err) *err = cuda->failure;
@@ -4765,7 +4766,7 @@ static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, l
 
 static void llm__cuda_release(void *context, void *device) {
     llm__cuda_of(context);
-    if (device) cudaFree(device); /* no check: a lost GPU has lost its memory too */
+    if (device) cudaFree(device); /* no check: a lost GPU's memory is gone */
     cudaGetLastError();
 }
 
@@ -4783,7 +4784,7 @@ static bool llm__cuda_scratch(llm__cuda *cuda, char **scratch, size_t *scratch_b
     return false;
 }
 
-/* Grow a room to 1.5 x `bytes`, so that it seldom grows. Its contents are lost. */
+/* Grow a room to 1.5 x `bytes`, to make this rare. Its contents are lost. */
 static bool llm__cuda_room(
     llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err) {
     if (bytes <= room->bytes) return true;
@@ -4825,7 +4826,7 @@ static void *llm__copy_thread(void *part_) {
     return NULL;
 }
 
-/* memcpy by several threads. If a thread cannot start, the caller copies its part. */
+/* memcpy by several threads. The caller copies the parts of threads that cannot start. */
 static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
     enum { MOST = 8 };
     llm__copy_part parts[MOST];
@@ -4844,8 +4845,7 @@ static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
         if (parts[i].started) pthread_join(parts[i].thread, NULL);
 }
 
-/* Allocate the pinned buffers. Uploads also work without them, at the speed of the driver's own
- * copy. */
+/* Allocate the pinned buffers. Without them, uploads run at the speed of the driver's own copy. */
 static void llm__stages_create(llm__cuda *cuda) {
     cuda->stage_bytes = 32 << 20; /* large, so that starting threads costs little */
     for (llm__stage &stage : cuda->stages) {
@@ -4866,7 +4866,7 @@ static bool llm__cuda_upload(
         return llm__cuda_check(cuda, code, "copying to the device", err);
     };
     cuda->x = NULL;
-    /* Smaller copies do not create pinned buffers, which would take longer than the copy. */
+    /* For smaller copies, creating pinned buffers would take longer than the copy. */
     if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda);
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
@@ -4963,7 +4963,7 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     size_t bytes =
         llm__packed_bytes(&packed) + (size_t)packed.n_tiles * LLM__TILE_ROWS * sizeof(float);
     void *device = llm__cuda_allocate(
-        cuda, bytes, "weights (a smaller type, as q8_0 or q4_0, needs less)", err);
+        cuda, bytes, "weights (a smaller type, such as q8_0, needs less)", err);
     if (!device) return false;
     w->data = device;
     packed = llm__packed_of(w);
@@ -4991,8 +4991,8 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
 
 /* ---- Limits and the batch of a step ---- */
 
-/* Make scratch memory large enough for `wanted` and for the programs prepared before. On failure,
- * the earlier programs keep their memory. */
+/* Make scratch memory large enough for `wanted` and for earlier programs, which keep theirs on
+ * failure. */
 static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_error *err) {
     /* rope_and_store keeps four heads (f32) in 48 KB, the shared memory that every launch has. */
     enum { HEAD_DIM = 3072 };
@@ -5032,8 +5032,8 @@ static int32_t *llm__batch_array(llm__batch_writer *writer, int64_t n, const int
     return host;
 }
 
-/* Set the sizes of a step. If it is a decode step that may become a graph, they are rounded up, so
- * that similar steps share a graph. Returns whether they were rounded up. */
+/* Set the sizes of a step. For a decode step that may become a graph, they are rounded up, so that
+ * similar steps share a graph. Returns whether they were rounded up. */
 static bool llm__batch_sizes(
     llm__cuda *cuda, const llm_program *program, const llm_batch *batch, bool may_be_graph) {
     llm__device_batch *b = &cuda->batch;
@@ -5059,13 +5059,13 @@ static bool llm__batch_sizes(
     b->max_count = llm_rounded_rows(b->max_count);
     for (int i = 0; i < b->n_lists; i++) {
         llm__attention_list *list = &b->lists[i];
-        for (int &n : list->n) { /* at most a quarter more: contexts grow in every step */
+        for (int &n : list->n) { /* rounding adds at most a quarter: contexts grow in every step */
             int step = 1;
             while (step <= n / 8) step *= 2;
             n = (n + step - 1) / step * step;
         }
         int rows = batch->parents ? list->group : b->max_count * list->group;
-        if (list->n[LLM__MERGE_ITEMS]) /* the most: two tiles of few rows */
+        if (list->n[LLM__MERGE_ITEMS]) /* upper limit: two tiles of few rows */
             list->n[LLM__MERGE_ITEMS] =
                 (batch->parents ? b->n_tokens : b->n_sequences) * (rows > LLM__FEW_TILE ? 2 : 1);
     }
@@ -5090,7 +5090,7 @@ static bool llm__batch_items(
     return true;
 }
 
-/* Copy all arrays of the batch in one buffer, since each copy takes some microseconds. */
+/* Copy all arrays of the batch as one buffer, since each copy takes some microseconds. */
 static bool llm__cuda_batch(llm__cuda *cuda, const llm_batch *batch, llm_error *err) {
     llm__device_batch *b = &cuda->batch;
     int table = batch->n_sequences * batch->table_stride;
@@ -5161,18 +5161,18 @@ struct llm__graph {
 struct llm__run { /* one call of llm__cuda_run */
     const llm_program *program;
     llm_part part;
-    int first; /* index in logit_rows of the first row of the head */
+    int first; /* index in logit_rows of the head's first row */
     int n_tokens, n_logits; /* rows of the body; rows of the head; rounded up for a graph */
 };
 
-struct llm__planned { /* the plan has one per operation */
-    int n; /* matmuls, from this one on, that share a launch; others: 1 */
-    bool rounds; /* norm, gate: rounds its result for the matmul after it */
-    bool norm; /* matmul: with few tokens, it also computes the norm after it */
+struct llm__planned { /* the plan of one operation */
+    int n; /* matmuls, from this one on, that share a launch; else 1 */
+    bool rounds; /* norm, gate: round the result for the matmul after it */
+    bool norm; /* matmul: with few tokens, also compute the norm after it */
     const char **experts; /* device (n_experts) the packed matrices of experts */
 };
 
-/* Most tokens for which a matmul's last block computes the norm: it does one row after another. */
+/* Most tokens for which a matmul's last block computes the norm, one row after another. */
 enum { LLM__NORM_TOKENS = 2 };
 
 static float *llm__in(const llm__run *run, const llm_op *op, int index) {
@@ -5197,7 +5197,7 @@ static int llm__join(const llm__cuda *cuda, const llm_program *program, int inde
     return n;
 }
 
-/* Whether `prepare` may round the result of operation i with it, for the matmul after it. */
+/* Whether operation i may also round its result for the matmul after it. */
 static bool llm__may_round(const llm__cuda *cuda, const llm_program *p, int i) {
     const llm_op *op = &p->ops[i], *matmul = op + 1;
     unsigned fusion = op->kind == LLM_OP_RMSNORM ? LLM_FUSE_OWN_COPIES
@@ -5223,7 +5223,7 @@ static llm__products llm__products_of(const llm_program *p, int i) {
     return products;
 }
 
-/* Norm or gate i, and the rounding of its result if `prepare` planned it. */
+/* Norm or gate i and, if `prepare` planned it, the rounding of its result. */
 static llm__next_x llm__next_x_of(llm__cuda *cuda, const llm__run *run, int i, int rows) {
     const llm_program *p = run->program;
     const llm_op *op = &p->ops[i];
@@ -5240,7 +5240,7 @@ static llm__next_x llm__next_x_of(llm__cuda *cuda, const llm__run *run, int i, i
     return next;
 }
 
-/* The groups of experts' rows, and scratch for sorting, which follows them */
+/* The groups of experts' rows, followed by scratch for sorting. */
 static llm__expert_group *llm__groups_of(llm__cuda *cuda, int64_t n_groups, int **starts) {
     *starts = (int *)(cuda->groups + (size_t)n_groups * sizeof(llm__expert_group));
     return (llm__expert_group *)cuda->groups;
@@ -5358,7 +5358,7 @@ static int llm__launch_op(llm__cuda *cuda, const llm__run *run, int index) {
 static void llm__launch_part(llm__cuda *cuda, const llm__run *run) {
     const llm_program *p = run->program;
     int end = run->part & LLM_HEAD ? p->n_ops : p->n_body;
-    cuda->x = NULL; /* a graph must not depend on an input that was rounded before it */
+    cuda->x = NULL; /* a graph must not depend on an input rounded before it */
     for (int i = run->part & LLM_BODY ? 0 : p->n_body, n; i < end; i += n) {
         double start = p->seconds ? llm_seconds() : 0;
         if (cuda->failure.status == LLM_OK) cuda->latest = i;
@@ -5416,7 +5416,7 @@ static void llm__graph_remember(llm__cuda *cuda, const llm__run *run) {
     graph->last_use = cuda->n_runs;
 }
 
-/* Capture the launches of a run. False: a launch failed, or there is no memory. The caller then
+/* Capture the launches of a run. False: a launch failed, or memory ran out. The caller then
  * launches the kernels directly, which reports any failure. */
 static bool llm__graph_capture(llm__cuda *cuda, const llm__run *run, llm__graph *graph) {
     uint64_t launches = cuda->launches;
@@ -5439,7 +5439,7 @@ static bool llm__graph_capture(llm__cuda *cuda, const llm__run *run, llm__graph 
     return good;
 }
 
-/* Replay the graph of a run, captured first if necessary. False: the shape is new, or the graph
+/* Replay the graph of a run, after capturing it if necessary. False: the shape is new, or the graph
  * cannot be captured or launched (a first launch allocates device memory). */
 static bool llm__graph_replay(llm__cuda *cuda, const llm__run *run) {
     llm__graph *graph = llm__graph_find(cuda, run);
@@ -5468,8 +5468,8 @@ static void llm__cuda_forget(void *context, llm_program *program) {
     program->plan = NULL;
 }
 
-/* Put the addresses of the experts' matrices on the device, and find the scratch memory that the
- * operation needs. */
+/* Upload the addresses of the experts' matrices, and find the scratch memory that the operation
+ * needs. */
 static bool llm__plan_experts(llm__cuda *cuda, const llm_op *op, int max_tokens,
     llm__planned *plan, llm__largest *largest, llm_error *err) {
     size_t bytes = (size_t)op->n_experts * sizeof *plan->experts;
@@ -5563,8 +5563,8 @@ static bool llm__cuda_run(void *context, const llm_program *program, llm_part pa
 
 static void llm__cuda_destroy(llm_backend *backend) {
     llm__cuda *cuda = (llm__cuda *)backend->context;
-    /* Creation failed. Do not call cudaSetDevice: it could allocate hundreds of MB on the
-     * device. */
+    /* Creation failed. cudaSetDevice could allocate hundreds of MB on the device, so it is not
+     * called. */
     if (!cuda->stream) {
         free(cuda);
         return;
@@ -5661,7 +5661,7 @@ static llm__cuda *llm__cuda_open(const llm_gpu_options *options, llm_error *err)
         if (cudaFuncGetAttributes(&facts, llm__merge_kernel) != cudaSuccess ||
             facts.ptxVersion < 90)
             cuda->options.overlap = false;
-        /* In code for other GPUs than sm_90a the kernel is empty, with no shared arrays. */
+        /* The kernel is empty, with no shared arrays, in code for GPUs other than sm_90a. */
         cuda->wgmma = cuda->capability == 90 && !cuda->options.deterministic &&
             cudaFuncGetAttributes(&facts, llm__matmul_wgmma_kernel<llm__f16_layout, 1>) ==
                 cudaSuccess &&
@@ -5686,13 +5686,13 @@ static llm__cuda *llm__cuda_open(const llm_gpu_options *options, llm_error *err)
 
 enum {
     LLM__PROOF_TOKENS = 65,
-    LLM__PROOF_BLOCKS = 20, /* of 16 positions */
+    LLM__PROOF_BLOCKS = 20, /* blocks of 16 positions */
     LLM__PROOF_OPS = 24,
     LLM__PROOF_FLOATS = 1 << 20, /* room for buffers, vectors, cache */
     LLM__PROOF_BYTES = 2 << 20 /* room for all matrices */
 };
 
-/* The set of one family; of LLM__LAYOUTS families, from `first` on. */
+/* The set of one family, and of LLM__LAYOUTS families from `first` on. */
 constexpr uint64_t llm__bit(int family) { return (uint64_t)1 << family; }
 constexpr uint64_t llm__bits(int first) { return llm__bit(first + LLM__LAYOUTS) - llm__bit(first); }
 
@@ -5735,7 +5735,7 @@ struct llm__proof_batch {
     bool stages[LLM__PROOF_STAGES];
 };
 
-namespace { // so that two devices of one program each have their own
+namespace { // so that two devices in one program have separate ones
 struct llm__proof {
     llm__proof_side cpu, gpu, *side; /* side: the one that is being built */
     llm__cuda *cuda; /* the backend of `gpu` */
@@ -5743,8 +5743,8 @@ struct llm__proof {
     float start[LLM__PROOF_FLOATS], want[LLM__PROOF_FLOATS],
         got[LLM__PROOF_FLOATS]; /* memory before a run; after it: expected, actual */
     uint8_t files[LLM__PROOF_BYTES]; /* matrices */
-    double allowed[LLM__PROOF_OPS]; /* how far results may be from the exact ones */
-    int kind[LLM__PROOF_OPS]; /* index in LLM__PROOF_OF, of the operation to blame */
+    double allowed[LLM__PROOF_OPS]; /* allowed distance of results from the exact ones */
+    int kind[LLM__PROOF_OPS]; /* index in LLM__PROOF_OF of the operation to blame */
     uint64_t state; /* of the random numbers */
     size_t used, used_bytes; /* values of `memory` and bytes of `files` in use */
     int n_weights;
@@ -5804,8 +5804,8 @@ struct llm__proof {
 };
 } // namespace
 
-/* Add a product with a matrix of random bytes, whose scales are not extreme. f16: powers of two, so
- * that sums are exact. rounded: x may have more bits than f16. NULL: it cannot be loaded. */
+/* Add a product with a matrix of random bytes with moderate scales. f16: powers of two, so that
+ * sums are exact. rounded: x may have more bits than f16. NULL: it cannot be loaded. */
 llm_op *llm__proof::product(llm_type type, int64_t rows, int x, bool rounded) {
     const llm_type_info *info = llm_type_find(type);
     int64_t cols = side->buffers[x].width;
@@ -5828,7 +5828,7 @@ llm_op *llm__proof::product(llm_type type, int64_t rows, int x, bool rounded) {
         info->unpack(file + (size_t)row * row_bytes, got, cols);
         for (int64_t k = 0; k < cols; k++) largest = fmax(largest, fabs((double)got[k]));
     }
-    /* Sums in f32; minimums cancel a part. */
+    /* sums in f32; minimums cancel a part */
     double sums = ((double)cols / 2 + 16) * LLM__SINGLE * (floats ? 1 : 4);
     llm_op *op = add(0, x, buffer(rows), (double)cols * largest * (sums + rounded * LLM__HALF));
     llm_weight *w = weight(type, rows, cols, NULL);
@@ -5936,8 +5936,8 @@ bool llm__proof::run(llm__proof_side *on, const llm__proof_batch *sequences, flo
         b->download(b->context, out, on->memory, used * sizeof *start, err);
 }
 
-/* The largest difference between two results of operation i, as a multiple of what is allowed
- * there. *error: this difference. */
+/* The largest difference between two results of operation i, as a multiple of the allowed one.
+ * *error: this difference. */
 double llm__proof::distance(int i, int n_tokens, double *error) const {
     const llm_op *op = &gpu.ops[i];
     const llm_buffer *out = &gpu.buffers[op->out < 0 ? op->in[1] : op->out];
@@ -6000,7 +6000,7 @@ bool llm__proof::agree(const llm__proof_batch *batch, int stage) {
     char why[64] = "cannot start";
     if (ran) snprintf(why, sizeof why, "off by %.2g, not %.2g", error, error / far);
     uint64_t blame = cuda->used & LLM__PROOF_OF[kind[i]].families;
-    if (kind[i] == 0) { /* of the layout's three families, or of all layouts */
+    if (kind[i] == 0) { /* this layout's families, and those of all layouts */
         int layout = llm__format_of(gpu.ops[i].weight->type)->layout;
         blame &= llm__bit(LLM__FEW + layout) | llm__bit(LLM__MANY + layout) |
             llm__bit(LLM__WGMMA + layout) | llm__bit(LLM__SPLIT_K);
@@ -6017,7 +6017,7 @@ bool llm__proof::program(int64_t cols, int head_dim, int round) {
     const llm__proof_batch batches[] = {{9, 3, {296, 0, 61}, {4, 4, 1}, {true, true}},
         {65, 1, {195}, {65}, {false, true, cuda->wgmma}}, {1, 1, {40}, {1}, {false, false, true}},
         {2, 2, {300, 5}, {1, 1}, {true, false, true, true}}};
-    static const int pretended[] = {2, 0, 1 << 20}; /* each chooses other kernels */
+    static const int pretended[] = {2, 0, 1 << 20}; /* each selects other kernels */
     int processors = cuda->n_processors;
     bool fine = build(&gpu, cols, head_dim) && (round || build(&cpu, cols, head_dim));
     for (int i = 0; fine && i < 4; i++) {
@@ -6078,7 +6078,7 @@ bool llm__proof::sampling() {
     return fine;
 }
 
-/* Test the device, with a backend used for nothing else. False: the device is unusable. */
+/* Test the device with a separate backend. False: the device is unusable. */
 static bool llm__cuda_prove(llm__cuda *cuda, llm_error *err) {
     static const int sizes[][2] = {{256, 128}, {2560, 64}, {256, 256}, {256, 96}, {256, 32}};
     double start = llm_seconds();
@@ -6089,7 +6089,7 @@ static bool llm__cuda_prove(llm__cuda *cuda, llm_error *err) {
     p->side = &p->gpu;
     p->gpu.b = &cuda->backend;
     p->cpu.b = llm_cpu_backend(1, LLM_ISA_REFERENCE, err);
-    int n = cuda->n_processors < 16 ? 1 : 5; /* few processors: emulated, so slow */
+    int n = cuda->n_processors < 16 ? 1 : 5; /* few processors: emulated, hence slow */
     bool fine = p->cpu.b != NULL;
     for (int i = 0; fine && i < n; i++) fine = p->program(sizes[i][0], sizes[i][1], i);
     fine = fine && p->sampling();

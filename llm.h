@@ -87,14 +87,13 @@ extern "C" {
 const char *llm_version(void); /* version of the linked implementation */
 
 /* ---- Errors ----
- * A call that can fail takes `llm_error *err` (may be NULL) as its last argument and sets its
- * status: LLM_OK on success. On failure, the message says what was wrong, where (file, tensor,
- * offset), and what to do. */
+ * A call that can fail takes `llm_error *err` (may be NULL) last and sets its status (LLM_OK on
+ * success). The message says what was wrong, where (file, tensor, offset), and what to do. */
 typedef enum llm_status {
     LLM_OK = 0,
     LLM_ERROR_ARGUMENT,    /* an argument is invalid */
     LLM_ERROR_FILE,        /* a file could not be opened, read, mapped or written */
-    LLM_ERROR_FORMAT,      /* a file is damaged, or not of the format that it claims */
+    LLM_ERROR_FORMAT,      /* a file is damaged, or not in the format that it claims */
     LLM_ERROR_UNSUPPORTED, /* the input is valid, but this engine cannot run it */
     LLM_ERROR_MEMORY,      /* an allocation failed */
     LLM_ERROR_CAPACITY,    /* the request can never fit the context or the cache */
@@ -105,8 +104,8 @@ typedef struct llm_error {
     llm_status status;
     char message[512];  /* one line, no newline at the end */
     const char *option; /* field of llm_engine_options, llm_request or llm_sampling at fault
-                         * ("cache_bytes"); NULL: none. Unless status is LLM_ERROR_MEMORY, the
-                         * message begins with it (a program can put its own name there) */
+                         * ("cache_bytes"); NULL: none. Except for LLM_ERROR_MEMORY, the message
+                         * begins with it, so a program can replace it with its own name */
 } llm_error;
 
 const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ... */
@@ -189,10 +188,10 @@ typedef struct llm_tensor { /* one tensor of a file */
 typedef struct llm_file llm_file;
 
 /* Map a GGUF file (version 2 or 3) or a Hugging Face folder (config.json, safetensors,
- * tokenizer.json). A folder then looks like a GGUF file: its settings become metadata, and its
- * tensors get GGUF's names. A tokenizer.json alone gives metadata only. If a model is split into
- * several files (NAME-00001-of-00003.gguf), pass any of them; all are mapped. Every count, offset,
- * size and type is checked here, so later reads stay inside the file. */
+ * tokenizer.json), whose settings become GGUF metadata and whose tensors get GGUF names. A
+ * tokenizer.json alone gives metadata only. Of a model in several files (NAME-00001-of-00003.gguf),
+ * pass any one; all are mapped. Every count, offset, size and type is checked here, so later reads
+ * stay inside the file. */
 llm_file *llm_file_open(const char *path, llm_error *err);
 /* The same for a file in memory, which must stay unchanged until llm_file_close. `name` is for
  * errors. */
@@ -210,9 +209,9 @@ int64_t llm_file_n_tensors(const llm_file *file);
 const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
 
-/* Copy rows first to first + n - 1 of a tensor (dims[0] values each) to out, in the tensor's type.
+/* Copy rows first to first + n - 1 of a tensor (dims[0] values each) to out, in the tensor's type;
  * AWQ and GPTQ weights are converted to it (on all cores; fastest in multiples of 128 rows). False,
- * with the error set, if these rows do not exist. */
+ * with the error set: these rows do not exist. */
 bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
                      llm_error *err);
 
@@ -222,16 +221,16 @@ typedef struct llm_faults { /* non-finite values of a tensor: NaN or infinite */
     float value;    /* value of the first one */
 } llm_faults;
 
-/* Find the non-finite values among `count` values. If a block's scale is not finite, none of its
- * values is. */
+/* Find the non-finite values among `count` values: all values of a block with a non-finite
+ * scale. */
 llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count);
 /* The same for a whole tensor. False, with the error set: out of memory. */
 bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err);
-/* Check all weights of a file (llm_file_open reads almost none). False, with the error set, if a
- * value is not finite, as after a damaged download or a failed conversion. */
+/* Check all weights of a file (llm_file_open reads almost none). False, with the error set: a value
+ * is not finite, as after a damaged download or a failed conversion. */
 bool llm_file_check(const llm_file *file, llm_error *err);
 
-/* Read a scalar, or element `index` of an array, as another type. False if value is NULL, index is
+/* Read a scalar, or element `index` of an array, as another type. False: value is NULL, index is
  * out of range, or the conversion would lose the value. */
 bool llm_value_u64(const llm_value *value, uint64_t index, uint64_t *out);
 bool llm_value_i64(const llm_value *value, uint64_t index, int64_t *out);
@@ -241,13 +240,12 @@ bool llm_value_bool(const llm_value *value, uint64_t index, bool *out);
 bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out);
 
 /* ---- JSON ----
- * A strict parser (RFC 8259) for one JSON value of up to 128 MB. Strings must be valid UTF-8, with
- * surrogates in pairs. The keys of an object must be unique, since programs disagree on
- * which duplicate counts. Arrays and objects nest at most 64 deep.
+ * A strict parser (RFC 8259) for one JSON value of up to 128 MB: valid UTF-8, surrogates in pairs,
+ * unique keys (programs disagree on which duplicate counts), at most 64 levels of nesting.
  *
- * The result is an array of nodes in the order of the text. The node of an array is followed by its
- * elements, that of an object by key, value, key, value ... Functions accept NULL as an absent
- * node, so a path needs no checks:
+ * The result is an array of nodes in the order of the text. An array's node is followed by its
+ * elements, an object's by key, value, key, value ... Functions accept NULL as an absent node, so a
+ * path needs no checks:
  *     llm_json_i64(llm_json_member(llm_json_member(json.nodes, "model"), "layers"), &n) */
 typedef enum llm_json_kind {
     LLM_JSON_NULL, LLM_JSON_FALSE, LLM_JSON_TRUE, LLM_JSON_NUMBER, LLM_JSON_STRING, LLM_JSON_ARRAY,
@@ -267,7 +265,7 @@ typedef struct llm_json {
     int64_t n_nodes;
 } llm_json;
 
-/* Error messages begin with "NAME, line 2, column 7: "; without a name (for a text of one line)
+/* Error messages begin with "NAME, line 2, column 7: " or, without a name (for one-line texts),
  * with "column 7: ". On failure there is nothing to free. */
 bool llm_json_parse(llm_json *json, const char *text, size_t length, const char *name,
                     llm_error *err);
@@ -281,9 +279,9 @@ const llm_json_node *llm_json_member(const llm_json_node *object, const char *ke
 const llm_json_node *llm_json_first(const llm_json_node *container);
 const llm_json_node *llm_json_next(const llm_json_node *container, const llm_json_node *value);
 llm_string llm_json_key(const llm_json_node *value); /* key of the member with this value */
-/* Read a value. False if it has another kind or, for i64 and u64, is not an integer in range (a
- * number with a point or an exponent is not an integer). An f64 is within one unit of the nearest
- * double; false also if the number is too large. */
+/* Read a value. False: it has another kind or, for i64 and u64, is not an integer in range (no
+ * point, no exponent). An f64 is within one unit of the nearest double; false also if the number is
+ * too large. */
 bool llm_json_string(const llm_json_node *node, llm_string *out);
 bool llm_json_is(const llm_json_node *node, const char *text); /* whether it is this string */
 bool llm_json_bool(const llm_json_node *node, bool *out);
@@ -294,31 +292,30 @@ bool llm_json_u64(const llm_json_node *node, uint64_t *out);
 /* ---- Tokenizer ---- */
 typedef struct llm_tokenizer llm_tokenizer;
 
-/* Create a tokenizer from the vocabulary in a GGUF file, a tokenizer.json or a folder that contains
- * one ("gpt2": byte-level BPE; "llama": SentencePiece BPE with byte fallback). The tokenizer uses
- * the file, so close the file last. */
+/* Create a tokenizer from the vocabulary in a GGUF file, a tokenizer.json or a folder with one.
+ * Close the file after freeing the tokenizer, which uses it. */
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
 void llm_tokenizer_free(llm_tokenizer *tokenizer);
 
 int32_t llm_tokenizer_size(const llm_tokenizer *t);
 int32_t llm_tokenizer_bos(const llm_tokenizer *t); /* -1: none */
 int32_t llm_tokenizer_eos(const llm_tokenizer *t); /* -1: none */
-bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* whether the file asks for a leading BOS */
-bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* whether it asks for a trailing EOS */
-bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* whether it ends an output */
+bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* whether its file asks for a leading BOS */
+bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* whether its file asks for a trailing EOS */
+bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* does it end an output? */
 bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* is it a control token? */
 llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* its text in the file */
 
 enum {
     LLM_TOKENIZE_BOS = 1,    /* begin with BOS if the model's file asks for it */
-    LLM_TOKENIZE_SPECIAL = 2, /* parse special tokens ("<|endoftext|>") in the text; leave it off
-                               * for text that you did not write */
-    LLM_TOKENIZE_EOS = 4     /* end with EOS if the file asks for it; for a whole text only */
+    LLM_TOKENIZE_SPECIAL = 2, /* parse special tokens ("<|endoftext|>") in the text; not for text
+                               * that you did not write */
+    LLM_TOKENIZE_EOS = 4     /* end with EOS if the file asks for it; for complete texts only */
 };
 
-/* Convert text to ids. The text may contain any bytes: invalid UTF-8 is converted byte by byte, and
- * llm_detokenize returns it unchanged if the vocabulary has byte tokens. Returns the number of
- * tokens, even if it exceeds `capacity` (at most `capacity` are written); -1 on error. */
+/* Convert text to ids. Invalid UTF-8 is converted byte by byte; llm_detokenize returns it unchanged
+ * if the vocabulary has byte tokens. Returns the number of tokens, even if it exceeds `capacity`
+ * (only `capacity` are written); -1 on error. */
 int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                      int32_t *ids, int64_t capacity, llm_error *err);
 /* The same, but *ids (n, but at least one) is allocated: release it with llm_free. Returns n; -1 on
@@ -335,10 +332,10 @@ int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, ch
 int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n, char **text,
                            llm_error *err);
 
-/* Convert ids to text, one token per call. The output never ends inside a UTF-8 character: the
- * stream (zero it before the first call) holds back the bytes of an incomplete one. `text` must
- * have room for llm_stream_capacity(t) bytes. Returns the number of bytes written. An id of -1
- * flushes the stream. */
+/* Convert ids to text, one token per call. The output has only whole UTF-8 characters: the stream
+ * (zero it first) holds back the bytes of an incomplete one. `text` must have room for
+ * llm_stream_capacity(t) bytes. Returns the number of bytes written. An id of -1 flushes the
+ * stream. */
 typedef struct llm_stream {
     unsigned char held[4];
     int n_held;
@@ -375,10 +372,9 @@ llm_string llm_chat_template_source(const llm_tokenizer *t, const llm_chat_optio
 
 /* Convert a conversation, whose last message is the user's, to the tokens of a prompt: BOS if the
  * model wants it, the messages as the template writes them, and the beginning of the answer.
- * Special tokens come from the template alone; the text of a message cannot forge them. Returns the
- * number of tokens, even if it exceeds `capacity`; -1 on error: there is no template, it does not
- * allow these messages (many require user and assistant to alternate), or it uses an unsupported
- * feature. */
+ * Special tokens come from the template alone: no message can forge them. Returns the number of
+ * tokens, even if it exceeds `capacity`; -1 on error: there is no template, it refuses these
+ * messages (many require user and assistant to alternate), or it uses an unsupported feature. */
 int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
                           const llm_message *messages, int n, int32_t *ids, int64_t capacity,
                           llm_error *err);
@@ -397,7 +393,7 @@ int64_t llm_chat_render_json(const llm_tokenizer *t, const llm_chat_options *opt
                              const char *messages, size_t length, char *text, size_t capacity,
                              llm_error *err);
 /* Text at which to stop (for llm_request.stop) if the template does not end an answer with an end
- * token of this vocabulary. Returns its length (0: none); text is zero-terminated if it fits. */
+ * token. Returns its length (0: none); text is zero-terminated if it fits. */
 size_t llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options, char *text,
                      size_t capacity);
 
@@ -429,7 +425,7 @@ typedef struct llm_config { /* the shape of a model */
     int n_experts;      /* experts of a layer; 0: none */
     int n_experts_used; /* experts that the router chooses for each token */
     int expert_dim;     /* width inside an expert */
-    int shared_dim;     /* width inside the expert that serves every token; 0: there is none */
+    int shared_dim;     /* width inside the shared expert, which every token uses; 0: none */
     bool norm_experts;  /* the factors of a token's experts are divided by their sum */
     int n_heads;        /* query heads */
     int n_kv_heads;     /* key/value heads; each serves n_heads / n_kv_heads query heads */
@@ -440,8 +436,9 @@ typedef struct llm_config { /* the shape of a model */
     llm_rope_scaling rope_scaling;
     float rope_factor;          /* divides the frequencies; 1: unscaled */
     int rope_original_context;  /* YaRN: context length before the extension */
-    float rope_beta_fast, rope_beta_slow; /* YaRN: frequencies with rope_beta_slow to rope_beta_fast
-                                           * turns over that context are partly scaled */
+    float rope_beta_fast, rope_beta_slow; /* YaRN: scaling is partial for frequencies with
+                                           * rope_beta_slow to rope_beta_fast turns over that
+                                           * context */
     float rope_magnitude;       /* YaRN: multiplies rotated queries and keys; otherwise 1 */
     float norm_epsilon;
     float local_rope_base;      /* RoPE base of layers with a window, whose frequencies are not
@@ -454,7 +451,7 @@ typedef struct llm_config { /* the shape of a model */
                                  * cap tanh(x / cap); 0: no limit */
     llm_activation activation;  /* of the feed-forward block */
     float alibi;                /* ALiBi, which replaces RoPE: see llm__alibi_slope; 0: RoPE */
-    bool parallel;              /* whether both blocks of a layer read the layer's input */
+    bool parallel;              /* both blocks of a layer read the layer's input */
     int window;         /* positions that a windowed layer sees, the token's own included; 0: all */
     bool tied_output;   /* whether the output matrix is the token embedding */
 } llm_config;
@@ -471,8 +468,8 @@ const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
 /* Why context_length is less than in config.json, for messages; empty if it is the same. */
 const char *llm_model_context_note(const llm_model *model);
-/* Bytes of weights that a decode step of one sequence reads: all, but only one row of an untied
- * embedding, and only the experts that serve the token. */
+/* Bytes of weights that a decode step of one sequence reads: all, except unused experts and all but
+ * one row of an untied embedding. */
 uint64_t llm_model_step_bytes(const llm_model *model);
 /* 2 x n_layers x n_kv_heads x head_dim x bytes per value of the cache. */
 uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type);
@@ -507,11 +504,11 @@ typedef enum llm_state { /* state of a sequence (one sample of a request) */
 typedef enum llm_trace_kind {  /* kinds of llm_trace_event, and the fields that each uses */
     LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
     LLM_TRACE_STEP_END,        /* the call ends. count: 1 worked, 0 nothing to do, -1 failed */
-    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (at submit, both
-                                * are LLM_WAITING). count depends on the change. From LLM_WAITING or
-                                * LLM_PREEMPTED: tokens already in the cache; at preemption: blocks
-                                * saved in host memory; at the end: tokens generated, without an end
-                                * token; otherwise 0 */
+    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (at submit,
+                                * both LLM_WAITING). count: from LLM_WAITING or LLM_PREEMPTED,
+                                * tokens already in the cache; at preemption, blocks saved in
+                                * host memory; at the end, tokens generated, without an end
+                                * token; else 0 */
     LLM_TRACE_SCHEDULE,        /* this step processes `count` tokens from position `first` on */
     LLM_TRACE_PROPOSE,         /* the step also verifies `count` proposals, from `first` on */
     LLM_TRACE_ACCEPT,          /* `count` of the proposals were accepted */
@@ -550,23 +547,24 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     int context_length;    /* longest sequence in tokens; 0: the model's context_length */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
-    uint64_t cache_bytes;  /* size of the pool. 0 on the CPU: max_sequences whole contexts, but at
-                            * most 1 GiB (and at least one context). 0 on a device with its own
-                            * memory: memory_share of what is free, but at most a million blocks or
-                            * max_sequences whole contexts, whichever is more. A draft's cache has
-                            * as many blocks; cache_bytes does not include it, memory_share does. */
+    uint64_t cache_bytes;  /* size of the pool. 0 on the CPU: max_sequences whole contexts, at
+                            * most 1 GiB (but at least one context). 0 on a device with its own
+                            * memory: memory_share of what is free, at most a million blocks or
+                            * max_sequences whole contexts, whichever is more. A draft's cache
+                            * has as many blocks, which memory_share includes and cache_bytes
+                            * does not. */
     float memory_share;    /* the cache's share of memory left on the device; default 0.9 */
     int max_sequences;     /* most sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* most tokens in a step; longer prompts take several; default 512 */
     int max_speculation;   /* most proposals per sequence and step; default 8 */
     llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
-    bool prefix_cache;     /* share blocks among texts with the same beginning; default true. With a
-                            * draft, only requests that speculate with it share blocks, since the
-                            * draft must have read them, too. */
+    bool prefix_cache;     /* share blocks among texts with the same beginning; default true.
+                            * With a draft, only requests that speculate with it share blocks,
+                            * since it must have processed them, too. */
     bool chunked_prefill;  /* split long prompts over steps; default true. false: a prompt is
-                            * computed whole and before anything else, and must fit, with its
-                            * output, into max_batch_tokens */
+                            * computed whole, before anything else, and must fit with its output
+                            * into max_batch_tokens */
     bool naive_attention;  /* use the plain loop, with all scores in memory, for comparison */
     unsigned fusions;      /* allowed fusions: LLM_FUSE_...; default LLM_FUSE_ALL */
     bool host_sampling;    /* draw tokens on the CPU even if the device can: slower, same tokens */
@@ -597,8 +595,8 @@ typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
     float min_p;              /* then keep tokens of at least min_p x the top probability; 0: all */
     float repetition_penalty; /* positive logits of recent tokens are divided by it, negative ones
                                * multiplied; 1: none; at most 1e6 */
-    int penalty_window;       /* recent tokens that are penalized (prompt too); 0: all; default
-                               * 64 */
+    int penalty_window;       /* number of latest tokens penalized, prompt included; 0: all;
+                               * default 64 */
     float presence_penalty;   /* subtracted from the logit of each token generated so far */
     float frequency_penalty;  /* the same, times its occurrences */
     const struct llm_logit_bias *bias; /* (n_bias) changes of logits; copied by llm_submit */
@@ -637,13 +635,13 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     int n_stop;
     int top_logprobs;       /* each event lists this many of the most likely tokens; 0 (default) to
                              * 256 */
-    int priority;           /* the request is queued 64 x priority places earlier; default 0 */
-    int speculate;          /* proposals per step. 0: none; 1 to max_speculation: that many, but at
-                             * most max_batch_tokens - 1; LLM_SPECULATE_AUTO: as many as pay off.
-                             * Needs a draft or lookup. Greedy output is the same as without
-                             * speculation; sampled output has the same distribution, and with
-                             * lookup it is the same, too. */
-    int branches;           /* most proposals for the same position, which make a tree; 1: a chain.
+    int priority;           /* queued 64 x priority places earlier; default 0 */
+    int speculate;          /* proposals per step. 0: none; 1 to max_speculation: that many, but
+                             * at most max_batch_tokens - 1; LLM_SPECULATE_AUTO: as many as pay
+                             * off. Needs a draft or lookup. Greedy output, and sampled output
+                             * with lookup, is the same as without speculation; with a draft,
+                             * sampled output has the same distribution. */
+    int branches;           /* most proposals for the same position, which form a tree; 1: a chain.
                              * At most LLM_MOST_BRANCHES. 0 (default): 1, or with AUTO as many as
                              * pay off */
     bool lookup;            /* without a draft: propose the tokens that followed an earlier
@@ -681,9 +679,9 @@ typedef struct llm_event { /* a token, or the end, of one sample of a request */
                                    * llm_request.top_logprobs; valid as long as text */
     int n_top;
     bool accepted;        /* whether the token is an accepted proposal */
-    const char *text;     /* new text: whole UTF-8 characters, without what may begin a stop text;
-                           * may be empty. Not zero-terminated; valid until the next llm_step or
-                           * llm_engine_free */
+    const char *text;     /* new text: whole UTF-8 characters, without a possible beginning of a
+                           * stop text; may be empty. Not zero-terminated; valid until the next
+                           * llm_step or llm_engine_free */
     size_t text_length;
     llm_finish finish;    /* not LLM_FINISH_NONE: this is the sample's last event */
     const char *error;    /* what is wrong, and where; valid as long as text; NULL: no error */
@@ -705,23 +703,23 @@ bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, ll
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
 /* Run one step. Returns 1: worked, call again; 0: nothing left to do; -1: error. Read all events,
- * including those of llm_cancel, before the next call, which discards them. An error loses no work:
- * the next call repeats what the device failed to do (though a lost GPU fails every time). */
+ * including those of llm_cancel, before the next call: it discards them. An error loses no work:
+ * the next call repeats what failed (though a lost GPU fails every time). */
 int llm_step(llm_engine *engine, llm_error *err);
 /* Get the oldest unread event. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
 /* End a request now. Each unfinished sample gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
-/* Save an unfinished request as a session of *size bytes, with the full blocks of its cache (in an
- * engine with a draft, only if the request speculates). NULL on failure. The request continues,
- * unless you cancel it. Events are not saved: read them first. */
+/* Save an unfinished request as a session of *size bytes, with the full blocks of its cache (with a
+ * draft in the engine, only if the request speculates). NULL on failure. The request continues,
+ * unless you cancel it. Read its events first: they are not saved. */
 void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error *err);
 void llm_session_free(void *session); /* NULL is fine */
 /* Submit a saved request, under a new id, to this engine or one with the same models, cache_type,
- * block_size and kind of device. It continues with the same tokens and logits as without the
- * interruption. `user` and the hook come from `callbacks` (NULL: none). The session is copied and
- * not trusted: a damaged one is refused, and a forged one affects no other request. */
+ * block_size and kind of device. It continues with the same tokens and logits. `user` and the hook
+ * come from `callbacks` (NULL: none). The session is copied and not trusted: a damaged one is
+ * refused, and a forged one affects no other request. */
 bool llm_session_restore(llm_engine *engine, const void *session, size_t size,
                          const llm_request *callbacks, uint64_t *id, llm_error *err);
 
@@ -751,7 +749,7 @@ typedef struct llm_statistics {    /* totals since engine creation; `now`: the c
     double kv_waste;               /* share of empty slots in the blocks in use, now */
     uint64_t decode_steps;         /* sequences that got tokens, summed over the steps */
     uint64_t proposed, accepted;   /* proposals verified, and proposals accepted */
-    uint64_t proposed_at[16], accepted_at[16]; /* by index in the proposal; [15]: 15 and later */
+    uint64_t proposed_at[16], accepted_at[16]; /* by index among the proposals; [15]: 15 and up */
     int64_t blocks_total;          /* blocks in the pool */
     int64_t blocks_free;           /* free blocks, now */
     int64_t blocks_peak;           /* most blocks in use at once */
@@ -795,8 +793,8 @@ typedef struct llm_weight { /* a matrix in a backend's memory */
     int64_t rows, cols;     /* rows: output width; cols: input width */
     const void *data;       /* device: the values; on the CPU, the mapped file itself */
     void *packed;           /* the backend's copy in the layout of its kernels; NULL: none */
-    const int32_t *columns; /* device (cols): the input's column order; NULL: as it is */
-    bool only_rows;         /* read by embed only, not by matmul */
+    const int32_t *columns; /* device (cols): order of the input's columns; NULL: unchanged */
+    bool only_rows;         /* used by embed only, not by matmul */
 } llm_weight;
 
 /* The ragged batch: all tokens of one step, of any number of sequences. A decode step has one token
@@ -806,9 +804,9 @@ typedef struct llm_weight { /* a matrix in a backend's memory */
  * * table_stride + p / block_size], at slot p % block_size. No sequence reads what another one
  * writes in the same step.
  *
- * The tokens of a sequence may also form a tree: several proposals for the same position. Each then
- * follows its parent, and sees its ancestors and what was cached before the step, but no other
- * branch. All tokens still have slots of their own, in the order of the batch. */
+ * The tokens of a sequence may also form a tree: several proposals for the same position. Each
+ * follows its parent and sees its ancestors and all positions cached before the step, but no other
+ * branch. All tokens still have separate slots, in the order of the batch. */
 typedef struct llm_batch {
     int n_tokens;
     int n_sequences;
@@ -884,7 +882,7 @@ const char *llm_op_name(llm_op_kind kind); /* "embed", "rmsnorm", ... */
 
 enum { LLM_OP_INPUTS = 5 };
 
-typedef struct llm_route { /* one of the experts that serve a token */
+typedef struct llm_route { /* one of a token's experts */
     int32_t expert;
     float factor;              /* weight of its result in the sum */
 } llm_route;
@@ -893,7 +891,7 @@ typedef struct llm_op { /* one operation; norms and swiglu may work in place: ou
     llm_op_kind kind;
     int layer;                 /* layer of the model; -1: none */
     int in[LLM_OP_INPUTS];     /* indexes of the buffers that it reads; -1: unused */
-    int out;                   /* buffer that it writes; -1: some of in[] (rope_store) */
+    int out;                   /* buffer that it writes; -1: writes some of in[] (rope_store) */
     bool add;                  /* matmul and rmsnorm: add to `out`, which is then also read */
     const llm_weight *weight;  /* matrix, or vector (a matrix of one row, f32); NULL: none */
     const llm_weight *bias;    /* vector added to each output row; NULL: none */
@@ -902,12 +900,12 @@ typedef struct llm_op { /* one operation; norms and swiglu may work in place: ou
     llm_attention_shape attention; /* parameters of rope_store and attention */
     llm_rope_pairing pairing;  /* rope_store: which dimensions are rotated together */
     int rope_dim;              /* rope_angles and rope_store: rotated dimensions of a head */
-    float scale;               /* rope_angles: multiplies cos and sin; 1 except with YaRN. embed,
-                                * softcap: see there */
+    float scale;               /* rope_angles: multiplies cos and sin (1 without YaRN); embed,
+                                * softcap: see llm_op_kind */
     llm_activation activation; /* swiglu: its function */
     float epsilon;             /* norms and rope_store: term added to the mean square */
-    int n_experts;             /* experts; then `weight` is an array of so many matrices, of one
-                                * type and shape; 0: the operation has to do with no experts */
+    int n_experts;             /* number of experts; `weight` is then an array of as many
+                                * matrices, of one type and shape; 0: no experts */
     int n_used;                /* k, the routes of a token. Sorted routes are (3, T k) int32: expert
                                 * and token of each sorted route; place in that order of each of
                                 * the (T, k) routes */
@@ -941,7 +939,7 @@ typedef struct llm_program {
     int n_ops, n_body;
     llm_buffer *buffers;       /* (n_buffers) */
     int n_buffers;
-    const llm_cache *cache;    /* what the buffer "cache" refers to */
+    const llm_cache *cache;    /* the cache that the buffer "cache" refers to */
     unsigned fusions;          /* fusions that prepare may use: LLM_FUSE_... */
     double *seconds;           /* (n_ops) total seconds per operation, added by run (fused ones
                                 * under one of them); NULL: no profile */
@@ -968,9 +966,9 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
 
 typedef struct llm_stage {     /* one unit of an executor's work */
     int first, last;           /* indexes of its first and last operation in ops */
-    bool rounds;               /* whether it is only the rounding of the input of `last` */
-    bool barrier;              /* whether all threads wait for each other before it */
-    bool each;                 /* whether every thread does all of it, in its own memory */
+    bool rounds;               /* it only rounds the input of `last` */
+    bool barrier;              /* all threads wait for each other before it */
+    bool each;                 /* every thread does all of it, in its own memory */
 } llm_stage;
 
 /* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size have
@@ -984,12 +982,12 @@ typedef struct llm_device_state { /* counters of a device */
     uint64_t launches, replays;
     int proved;            /* families of kernels whose results were checked when the device was
                             * opened; 0: none */
-    double proof_seconds;  /* time that this took */
-    const char *distrusted; /* families whose results were wrong, and by how much: other kernels
-                             * are used instead; NULL: none */
+    double proof_seconds;  /* time that the check took */
+    const char *distrusted; /* families with wrong results, and by how much they were wrong:
+                             * other kernels replace them; NULL: none */
 } llm_device_state;
 
-typedef struct llm_adjustment { /* a token's logit x before the draw: see llm__adjusted */
+typedef struct llm_adjustment { /* how a logit x changes before a draw: see llm__adjusted */
     int32_t token;
     float bias;            /* first x += bias */
     float penalty;         /* then x /= penalty if x > 0, else x *= penalty; 1: none */
@@ -998,7 +996,7 @@ typedef struct llm_adjustment { /* a token's logit x before the draw: see llm__a
 
 typedef struct llm_draw {  /* one token to draw */
     int row;               /* row of the logits; ascending from draw to draw */
-    llm_sampling sampling; /* only its temperature and filters count here */
+    llm_sampling sampling; /* only temperature and filters are used */
     uint64_t random;       /* random number in [0, 1), times 2^64 */
     const llm_adjustment *adjustments; /* (n_adjustments) host: no token occurs twice */
     int n_adjustments, n_top;
@@ -1024,22 +1022,21 @@ struct llm_backend {
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
     /* Make a matrix of the file ready for matmul and embed: w's type, rows and cols are given; set
-     * w->data. `host` stays mapped while the weight exists, so the CPU just points to it. (If this
-     * sets w->packed, or w->data to a copy, the engine may free `host`.) */
+     * w->data. `host` stays mapped as long as the weight exists, so the CPU just points to it. (If
+     * w->packed is set, or w->data to a copy, the engine may free `host`.) */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
 
-    /* -- the program -- */
-    /* Make a program ready to run: choose kernels, fuse operations, and allocate scratch memory, so
-     * that a step allocates nothing. Weights and buffers do not move; the cache may be allocated
-     * later. After an error, programs prepared earlier can still run. */
+    /* -- programs -- */
+    /* Choose kernels, fuse operations and allocate scratch memory, so that a step allocates
+     * nothing. Weights and buffers do not move; the cache may be allocated later. After an error,
+     * programs prepared earlier can still run. */
     bool (*prepare)(void *context, llm_program *program, const llm_limits *limits, llm_error *err);
     /* Release what prepare made. */
     void (*forget)(void *context, llm_program *program);
-    /* Run a part of the program over a batch. The head computes the logits for entries first to
-     * first + n - 1 of logit_rows, of the batch whose body ran last. On the CPU, the work is done
-     * when this returns. On a GPU, it is on the GPU's stream, and the next download or sync reports
-     * failures. */
+    /* Run a part of the program over a batch. The head computes the logits of entries first to
+     * first + n - 1 of logit_rows, for the batch whose body ran last. On the CPU, the work is done
+     * on return. On a GPU, it is on the stream; the next download or sync reports failures. */
     bool (*run)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                 int first, int n, llm_error *err);
     /* Describe stage `index` of such a run. False: no more stages. NULL if the backend does not
@@ -1073,7 +1070,7 @@ struct llm_backend {
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
 /* Set whether weights loaded from now on are also kept in the layout of the kernels (default true).
- * Prompts and batches then run several times as fast, with the same results. Quantized weights are
+ * Prompts and batches are then several times as fast, with the same results. Quantized weights are
  * copied, but the file's pages are returned to the system. */
 void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
@@ -1135,7 +1132,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <omp.h>
 #endif
 #ifdef LLM_NO_FAST_KERNELS
-/* At -O1, GCC compiles in half the time. (-O0, for a debugger, stays -O0.) */
+/* At -O1, GCC compiles in half the time. (-O0, for a debugger, is kept.) */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
 #pragma GCC push_options
 #pragma GCC optimize("O1")
@@ -1171,7 +1168,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #define MADV_HUGEPAGE 14
 int madvise(void *memory, size_t bytes, int advice);
 #endif
-#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* elsewhere the symbol may have another name */
+#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* elsewhere, its name may differ */
 #define CLOCK_MONOTONIC 1
 int clock_gettime(int clock, struct timespec *time);
 #endif
@@ -1183,7 +1180,7 @@ int clock_gettime(int clock, struct timespec *time);
 
 #ifndef LLM_MALLOC
 #define LLM_MALLOC(bytes) malloc(bytes)
-#define LLM__CALLOC(bytes) calloc(1, bytes) /* zeroes large blocks lazily, when touched */
+#define LLM__CALLOC(bytes) calloc(1, bytes) /* zeroes large blocks only when touched */
 #define LLM_REALLOC(pointer, bytes) realloc(pointer, bytes)
 #define LLM_FREE(pointer) free(pointer)
 #endif
@@ -1251,8 +1248,8 @@ static bool llm__add(uint64_t a, uint64_t b, uint64_t *out) {
 }
 
 /* Ask for 2 MB pages for memory that is not touched yet. With 4 KB pages, a TLB of 2000 entries
- * covers 8 MB: reading a large matrix misses it on nearly every page, and the prefetcher stops at
- * each page's end. Larger pages also cause 512 times fewer page faults. */
+ * covers only 8 MB, the prefetcher stops at each page's end, and there are 512 times as many page
+ * faults. */
 static void llm__want_large_pages(void *memory, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page,
@@ -1263,10 +1260,9 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 #endif
 }
 
-/* Prefetch a cache line. */
 #define LLM__PREFETCH(p) __builtin_prefetch(p)           /* into L1 */
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* into L2 */
-#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to write part of it */
+#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to write to it */
 
 typedef struct llm__printable {
     char text[72];
@@ -1364,8 +1360,8 @@ static llm__printable llm__show(llm_string s) {
     return p;
 }
 
-/* Allocate zeroed memory that starts on a cache line, so that different allocations, written by
- * different threads, share no line. The pointer from LLM_MALLOC is stored just before it. */
+/* Allocate zeroed memory that starts on a cache line, so that threads writing different allocations
+ * share no line. The pointer from LLM_MALLOC is stored just before it. */
 enum { LLM__ALIGNMENT = 64 };
 
 static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
@@ -1473,7 +1469,7 @@ typedef struct llm__pool {
     int32_t *next;      /* (n_blocks) next block in the same bucket; -1: none */
     int64_t n_buckets;  /* a power of two */
     uint64_t last_identity;
-    /* Pending copies for copy-on-write; the device makes them before the next pass. */
+    /* Pending copies (copy-on-write); the device makes them before the next pass. */
     int32_t *copy_from, *copy_to; /* (max_copies) source and destination blocks */
     int n_copies, max_copies;
 } llm__pool;
@@ -1506,8 +1502,9 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_seen;        /* positions whose logits its hook has received, or whose hidden states are
                         * in request->hidden_sum: n_cached <= n_seen <= n_tokens */
     llm__table table;  /* blocks for at least n_cached tokens; empty unless PREFILL or DECODE */
-    int n_saved;       /* saved blocks: 0, or in PREEMPTED enough for n_cached tokens; their places
-                        * in `swap` are in table.blocks, while table.n_blocks is 0 */
+    int n_saved;       /* saved blocks: 0, or in PREEMPTED enough for n_cached tokens;
+                        * table.blocks then lists their places in `swap`, while table.n_blocks is
+                        * 0 */
     int index;         /* index in llm__scheduler.sequences */
     double acceptance; /* moving average: how often a position's first proposal is accepted */
     double rescue;     /* ... how often each further one is accepted, once the first is rejected */
@@ -1525,13 +1522,13 @@ typedef struct llm__sequence { /* one sample of a request */
     int depth;         /* number of proposals wanted in this step, at most request->depth */
     int width;         /* most of them for the same position */
     int n_proposed;    /* proposals made */
-    bool branched;     /* they are a tree: not each one follows the one before */
+    bool branched;     /* the proposals form a tree, not a chain */
     int row;           /* the row whose logits choose the next token */
     int n_rows;        /* rows of logits used */
     int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: accepted ones and one more */
     int n_tested;      /* positions for which proposals were tested */
     int n_accepted;    /* proposals accepted */
-    bool closed;       /* no more to choose: all proposals were rejected, or the sequence ends */
+    bool closed;       /* no more to choose: proposals rejected, or the sequence ends */
     bool broken;       /* the logits for the next token are not finite */
     char error[128];   /* message of its last event: see llm_event.error */
 } llm__sequence;
@@ -1544,7 +1541,7 @@ struct llm__request { /* exists from llm_submit to the step after its end; one a
     int depth;                /* most proposals per sequence and step */
     int branches;             /* most of them for the same position */
     int n_live;               /* samples that have not ended */
-    bool admitted;            /* it has moved from llm__scheduler.waiting to `running` */
+    bool admitted;            /* moved from llm__scheduler.waiting to `running` */
     bool forked;              /* the prompt is processed, and all samples have started */
     bool restored;            /* created by llm_session_restore */
     double *hidden_sum;       /* (dim) sum of the hidden states so far; NULL: no embedding */
@@ -1611,7 +1608,7 @@ typedef struct llm__outcome {
 
 typedef struct llm__past { /* the tokens before the one to draw */
     const int32_t *tokens; /* (n) */
-    int n, n_prompt;       /* the first n_prompt of them are the prompt */
+    int n, n_prompt;       /* the first n_prompt are the prompt */
 } llm__past;
 
 typedef struct llm__sampler { /* scratch memory, one per engine */
@@ -1846,8 +1843,8 @@ static void llm__set_state(llm__scheduler *s, llm__sequence *seq, llm_state stat
     llm__trace(s->tracer, event);
 }
 
-/* Insert a request in rank order. Among equal ranks, the newer goes first, so that it overtakes
- * exactly 64 x priority requests. */
+/* Insert a request in rank order. Of equal ranks, the newer comes first: it overtakes exactly 64 x
+ * priority requests. */
 static void llm__queue_insert(llm__queue *q, llm__request *request) {
     llm__request *after = q->last;
     while (after && after->rank >= request->rank) after = after->previous;
@@ -1878,8 +1875,8 @@ static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, i
 
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
 
-/* End a sequence and free its blocks. A request ends with its last sample. Call llm__remove_ended
- * afterwards. */
+/* End a sequence and free its blocks. A request ends with its last sample. The caller then calls
+ * llm__remove_ended. */
 static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     llm__request *request = seq->request;
     if (seq->state != LLM_WAITING) {
@@ -1931,8 +1928,8 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
 static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
-    /* A priority level is worth 64 ids. Later requests have larger ids, so only a limited number of
-     * them can overtake this one: no request starves. */
+    /* A priority level is worth 64 ids. Ids grow, so only a limited number of later requests can
+     * overtake this one: no request starves. */
     request->rank = (int64_t)request->id - 64 * (int64_t)request->params.priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
@@ -2063,8 +2060,8 @@ static bool llm__sees_all(const llm__request *request) {
     return request->params.logits_hook || request->hidden;
 }
 
-/* Resume preempted sequences, the oldest first, up to the first that does not fit: newer ones must
- * not starve it. */
+/* Resume preempted sequences, oldest first, up to the first that does not fit: newer ones must not
+ * starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -2072,7 +2069,7 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
         if (seq->n_saved > 0) {
             if (!llm__swap_in(s, seq, err)) return false;
-        } else { /* compute what a hook or an embedding has not seen */
+        } else { /* compute what the hook or embedding still needs */
             int known = seq->n_tokens - 1;
             if (llm__sees_all(seq->request)) known = (int)llm__min(known, seq->n_seen);
             seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens,
@@ -2100,7 +2097,7 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
         llm__queue_insert(&s->running, request);
         request->admitted = true;
         s->n_places += request->n_live;
-        if (request->restored) { /* its samples continue as after a preemption */
+        if (request->restored) { /* its samples resume as if preempted */
             for (int i = 0; i < (request->forked ? request->params.n_samples : 1); i++)
                 if (!seq[i].finish) llm__enter(s, &seq[i], LLM_PREEMPTED, 0);
             if (!llm__resume(s, err)) return false;
@@ -2121,16 +2118,15 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Decide how many tokens of each sequence are in the step. Decoding sequences come first, so that
- * prompts do not delay them; prompts share the rest of the budget. If not all decoding sequences
- * fit, `turn` rotates which is first. */
+/* Decide how many tokens of each sequence are in the step. Decoding sequences come first (in turns,
+ * if not all fit), so that prompts do not delay them; prompts share the rest of the budget. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
     s->n_decoding = 0;
     for (int i = 0; i < n; i++) s->n_decoding += s->sequences[i]->state == LLM_DECODE;
     for (int pass = 0; pass < 2; pass++) {
-        bool prefill = chunked ? pass == 1 : pass == 0; /* whole prompts first: else they starve */
+        bool prefill = chunked ? pass == 1 : pass == 0; /* whole prompts first: they would starve */
         for (int i = 0; i < n && budget > 0; i++) {
             llm__sequence *seq = s->sequences[prefill ? i : (i + s->turn) % n];
             if (seq->state != (prefill ? LLM_PREFILL : LLM_DECODE)) continue;
@@ -2148,7 +2144,7 @@ static void llm__select(llm__scheduler *s) {
 }
 
 /* Give the selected sequences, oldest first, the blocks that they will write to. When the pool is
- * empty, preempt the newest sequence that has blocks; it may be the one that needs more. */
+ * empty, preempt the newest sequence that has blocks, even if it is the one that needs more. */
 static bool llm__secure(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -2165,8 +2161,8 @@ static bool llm__secure(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Make the pending copies. The block tables already name the copies, so those that fail stay
- * pending, and the next step makes them first. */
+/* Make the pending copies. The block tables already name the copies, so copies that fail stay
+ * pending for the next step. */
 static bool llm__run_copies(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__pool *pool = &s->pool;
@@ -2190,7 +2186,7 @@ static void llm__batch_clear(llm__scheduler *s) {
     s->batch.parents = NULL;
 }
 
-/* Add the tokens first .. first + count - 1 of a sequence to the batch, with logits from position
+/* Add tokens first .. first + count - 1 of a sequence to the batch, with logits from position
  * `wanted` on. */
 static void llm__batch_add(llm__scheduler *s, llm__sequence *seq, int first, int count,
                            int wanted) {
@@ -2283,9 +2279,9 @@ static bool llm__proposals_drawn(const llm__sequence *seq) {
     return r->sampling.temperature > 0 && !r->lookup && seq->depth > 0;
 }
 
-/* Can the device draw this sequence's tokens? A hook needs the logits on the host, and the test of
- * drawn proposals compares whole distributions there. In a tree, what is known of a row's past or
- * wanted for its position depends on the branch. */
+/* Can the device draw this sequence's tokens? Hooks need the logits on the host, and drawn
+ * proposals are tested there against whole distributions. In a tree, penalties and top_logprobs
+ * depend on the branch. */
 static bool llm__device_draws(const llm__sequence *seq) {
     const llm_request *r = &seq->request->params;
     const llm_sampling *p = &r->sampling;
@@ -2299,8 +2295,8 @@ static llm__past llm__past_of(const llm__sequence *seq, int n) {
     return past;
 }
 
-/* Describe the draw of a sequence's token after `position`, from row `row`. The list of adjustments
- * goes to `list`. draft: the logits are the draft's. */
+/* Describe the draw of a sequence's token after `position`, from row `row`. The adjustments are
+ * written to `list`. draft: the logits are the draft's. */
 static llm_draw llm__draw_of(llm__sampler *s, llm_adjustment *list, const llm__sequence *seq,
                              int row, int position, bool draft) {
     const llm_request *r = &seq->request->params;
@@ -2347,14 +2343,14 @@ static bool llm__fetch_logits(const llm__network *net, int first, int n, float *
 }
 
 /* Fetch a model's outcomes for a slice of rows: one per row, or one per sample for a prompt's last
- * row. The device draws tokens where it can; the other rows of logits are copied to `host`
- * (max_logits, the target's vocab_size). Returns the number of outcomes; -1 on failure. */
+ * row. The device draws tokens where it can; other rows of logits are copied to `host` (max_logits,
+ * the target's vocab_size). Returns the number of outcomes; -1 on failure. */
 static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net,
                       int first, float *host, llm_error *err) {
     llm_backend *b = net->backend;
     bool device = b->sample && !s->options->host_sampling;
     int n = llm__slice_rows(net, &s->batch, first), n_outcomes = 0, n_draws = 0, n_drawn = 0;
-    int64_t vocab = sampler->vocab_size, n_list = 0; /* adjustments of the draws from n_drawn on */
+    int64_t vocab = sampler->vocab_size, n_list = 0; /* n_list: adjustments of pending draws */
     for (int row = 0, from = 0; row <= n; row++) { /* from: first row not yet copied */
         llm__sequence *seq = row < n ? s->batch_sequences[s->row_sequence[first + row]] : NULL;
         bool drawn = seq && device && llm__device_draws(seq);
@@ -2395,7 +2391,7 @@ static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm_
     return n_outcomes;
 }
 
-/* Choose a sequence's next token, and write it after the known ones. llm__commit makes it known. */
+/* Choose a sequence's next token and write it after the known ones. llm__commit makes it known. */
 static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm__request *request = seq->request;
@@ -2409,7 +2405,7 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
         r->logits_hook(r->user, request->id, seq->sample, outcome->position, e->hooked);
         logits = e->hooked;
     }
-    /* the row is for the hook only */
+    /* only the hook needs this row */
     if (outcome->position < seq->n_tokens - 1 || request->limit == r->n_prompt) return;
     int32_t id = outcome->id;
     if (llm__proposals_drawn(seq) && llm__has_child(seq, seq->row)) /* chapter 2 */
@@ -2473,7 +2469,7 @@ static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
     llm__table_keep(&s->pool, &seq->table, seq->tokens, llm__tokens_known(s, seq));
 }
 
-/* The prompt is in the cache: start all samples from its blocks. */
+/* Start all samples of a request from its prompt's blocks, which are in the cache. */
 static void llm__fork(llm__scheduler *s, llm__request *request) {
     llm__sequence *first = &request->sequences[0];
     request->forked = true;
@@ -2568,7 +2564,7 @@ static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x
 }
 
 /* Apply the result of a step. If it failed (!ok), only sequences whose tokens were chosen advance,
- * and not those with branches, which may not be joined. */
+ * and no sequence with branches, since these may not be joined. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
     double start = llm_seconds();
@@ -2600,7 +2596,7 @@ static void llm__commit(llm_engine *e, bool ok) {
 /* ---- Events ---- */
 
 /* Offset in text (n bytes) of the first stop text; n: none. whole: find a complete stop text; else
- * one that the end of the text cuts off. */
+ * the beginning of one at the end of the text. */
 static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, bool whole) {
     for (size_t at = 0; at < n; at++)
         for (int i = 0; i < r->n_stop; i++) {
@@ -2611,8 +2607,8 @@ static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, b
     return n;
 }
 
-/* Set an event's text: what was held back, the token's text and, if the sequence ends, what the
- * stream holds. Returns whether a stop text was found. */
+/* Set an event's text: the text held back, the token's text and, if the sequence ends, the rest of
+ * the stream. Returns whether a stop text was found. */
 static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event) {
     const llm_tokenizer *tokenizer = e->model->tokenizer;
     const llm_request *r = &seq->request->params;
@@ -2622,7 +2618,7 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     if (event->finish) n += llm_stream_decode(tokenizer, &seq->stream, -1, text + n);
     size_t given = llm__find_stop(r, text, n, true);
     bool stopped = given < n;
-    /* hold back what may become a stop text */
+    /* hold back the possible beginning of a stop text */
     if (!stopped && !event->finish) given = llm__find_stop(r, text, n, false);
     event->text = text;
     event->text_length = given;
@@ -2631,7 +2627,7 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     return stopped;
 }
 
-/* Emit an event for a token (-1: none). finish: why the sequence ends, if it does. Returns the
+/* Emit an event for a token (-1: none). finish: why the sequence ends; 0: it does not. Returns the
  * event's `finish`, which a stop text may change. */
 static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob,
                                   bool accepted, llm_finish finish) {
@@ -2761,7 +2757,7 @@ static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t 
                        (long long)value, (long long)low, (long long)high);
 }
 
-/* Check the options, and set those that the caller left to the engine. */
+/* Check the options and fill in those that the caller left open. */
 static bool llm__engine_options(llm_engine_options *o, const llm_model *model, llm_error *err) {
     const llm_config *c = &model->config;
     const char *note = model->context_note;
@@ -2795,13 +2791,13 @@ static llm_device_state llm__device_state(const llm_backend *b) {
     return state;
 }
 
-/* Limit on the blocks of a pool whose size the engine chooses, unless all sequences together can
- * use more. The host needs about a hundred bytes per block, and a large GPU has room for 10^8
- * blocks of a small model. */
+/* Most blocks in a pool whose size the engine chooses, unless all sequences together can use more.
+ * The host needs about a hundred bytes per block, and a large GPU has room for 10^8 blocks of a
+ * small model. */
 enum { LLM__MANY_BLOCKS = 1 << 20 };
 
 /* Choose the number of blocks: what fits into cache_bytes. If that is 0: on a device, what fits,
- * with the draft's, into the share of its memory; on the CPU, what all sequences can use, up to 1
+ * with the draft's, into its share of the memory; on the CPU, what all sequences can use, up to 1
  * GiB (or one context). */
 static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o,
                                int64_t *n_blocks, llm_error *err) {
@@ -2842,8 +2838,7 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
 }
 
 /* Rows of logits in a slice: as many as fit into 16 MB, and at least one. A device that draws
- * tokens gets a row for every sequence, since a further slice costs it another pass over the output
- * matrix. */
+ * tokens gets a row for every sequence, since each further slice reads the output matrix again. */
 static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
     int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
     if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
@@ -3044,8 +3039,8 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
     return true;
 }
 
-/* Make room for the present events and for those that the live samples can add before the next
- * step: per sample, a token, the accepted proposals and a cancellation. */
+/* Make room for the present events and for those that live samples can add before the next step:
+ * per sample, a token, the accepted proposals and a cancellation. */
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
     int64_t wanted = e->n_events +
                      (e->scheduler.n_live + n_more) * (e->options.max_speculation + 2);
@@ -3068,7 +3063,7 @@ static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size)
     return piece;
 }
 
-/* Lay out a request and all memory of its samples in one allocation, so that steps allocate
+/* Divide one allocation into a request and all memory of its samples, so that steps allocate
  * nothing. text: bytes for the text of a step's events. Returns the total size in bytes. */
 static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks,
                                     int dim) {
@@ -3113,7 +3108,7 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
     return used;
 }
 
-/* Bytes for the text of a step's events: that of each token that may be accepted, and the text held
+/* Bytes for the text of a step's events: of each token that may be accepted, and the text held
  * back. */
 static size_t llm__text_bytes(const llm_engine *e, const llm_request *r, int depth) {
     size_t longest = 0;
@@ -3127,7 +3122,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     const llm_engine_options *o = &e->options;
     const llm__pool *pool = &e->scheduler.pool;
     int room = o->context_length - r->n_prompt;
-    llm__request plan; /* to compute the size */
+    llm__request plan; /* only to compute the size */
     memset(&plan, 0, sizeof plan);
     plan.params = *r;
     plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
@@ -3182,10 +3177,9 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
 
 /* ---- Sessions ----
  * A session is a header, a request's settings and, for each sample, its tokens, some counts and its
- * full blocks. (The rest of a partly filled block may be data of other requests.) Each llm__move
- * function writes or reads its part of a session. A restored request continues like a preempted
- * one, and finds its blocks in the prefix cache; those that did not fit into the pool are computed
- * again. */
+ * full blocks. (The rest of a partly filled block may belong to other requests.) Each llm__move
+ * function writes or reads a part. A restored request continues like a preempted one and finds its
+ * blocks in the prefix cache; those that did not fit into the pool are computed again. */
 
 typedef struct llm__session {
     char *data;  /* NULL: only count the bytes */
@@ -3199,9 +3193,9 @@ typedef struct llm__session_head {
     uint64_t checksum; /* hash of all bytes after the header */
 } llm__session_head;
 
-/* The header of a session that fits this engine. `engine` is a hash of the models' shapes, the
- * first bytes of their tensors, and their cache layouts. data: the whole session, for the checksum;
- * NULL: no checksum. */
+/* The header of a session of this engine. `engine` is a hash of the models' shapes, the first bytes
+ * of their tensors, and their cache layouts. data: the whole session, for the checksum; NULL: no
+ * checksum. */
 static llm__session_head llm__head_of(const llm__scheduler *s, const char *data, size_t size) {
     llm__session_head head = {"llm 3", s->swap_block_bytes, 0};
     for (int k = 0; k < 2 && s->networks[k]; k++) {
@@ -3251,7 +3245,7 @@ static bool llm__move_settings(llm__session *m, llm_request *r, bool *forked) {
     return ok;
 }
 
-/* Write or read a sample without its *n_blocks blocks. False: the values read are not valid. */
+/* Write or read a sample without its *n_blocks blocks. False: invalid values were read. */
 static bool llm__move_sample(llm_engine *e, llm__session *m, llm__sequence *seq, int *n_blocks) {
     const llm__request *request = seq->request;
     const llm_request *r = &request->params;
@@ -3343,7 +3337,7 @@ static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *sav
     llm__table_clear(pool, table);
 }
 
-/* Create the request of a session, without its blocks. r holds what is not saved: the hook and
+/* Create the request of a session, without its blocks. r has what is not saved: the hook and
  * `user`. NULL: the session is damaged, or the error is set. */
 static llm__request *llm__restore(llm_engine *e, llm__session *m, llm_request r, llm_error *err) {
     bool forked = false, ok = llm__move_settings(m, &r, &forked);
@@ -3655,7 +3649,7 @@ static int llm__add_proposal(llm__sequence *seq, int parent, int32_t token) {
 
 /* Propose the tokens that followed an earlier occurrence of the last few tokens (Saxena 2023,
  * "Prompt lookup decoding"): names, quotations and code repeat. With branches, several occurrences
- * share the proposals: the longest first, and of equal ones the latest. */
+ * share the proposals: longest first, then latest first. */
 static void llm__propose_lookup(llm__sequence *seq) {
     int n = seq->n_tokens, left = seq->width;
     int32_t *tokens = seq->tokens;
@@ -3674,9 +3668,8 @@ static void llm__propose_lookup(llm__sequence *seq) {
 
 /* ---- A draft model ---- */
 
-/* Drawn proposals use random numbers of their own: lane 0 is for plain sampling; 1 draws a
- * proposal, 2 tests it, 3 draws the correction. Lanes 5 and 6, 9 and 10, ... are for further
- * branches. */
+/* Drawn proposals use separate random numbers: lane 0 is for plain sampling; 1 draws a proposal, 2
+ * tests it, 3 draws the correction. Lanes 5 and 6, 9 and 10, ... are for further branches. */
 static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
     const llm_request *r = &seq->request->params;
     return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32,
@@ -3690,7 +3683,7 @@ static float *llm__proposal_distribution(const llm__speculator *sp, const llm__s
            ((size_t)seq->index * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
 }
 
-/* Draw a token from max(0, p - q), normalised. q NULL: it is 0. If all is 0: `last`. */
+/* Draw a token from max(0, p - q), normalised. q NULL: 0. If that is 0 everywhere: `last`. */
 static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t last, double u) {
     double total = 0;
     for (int pass = 0; pass < 2; pass++) { /* add up, then find the token at u x total */
@@ -3730,8 +3723,8 @@ static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
 }
 
 /* Propose up to `width` - 1 more tokens for each position of the draft's chain, until there are
- * `depth`: the second for each position, then the third, and so on. With greedy choice, they are
- * the draft's likeliest; otherwise they are drawn without replacement. */
+ * `depth`: the second for each position, then the third, and so on. If greedy, they are the draft's
+ * likeliest; otherwise they are drawn without replacement. */
 static void llm__branch_out(llm__speculator *sp, llm__sequence *seq) {
     int width = seq->width, chain = seq->n_proposed, vocab = sp->vocab_size;
     bool greedy = seq->request->params.sampling.temperature == 0;
@@ -3744,7 +3737,7 @@ static void llm__branch_out(llm__speculator *sp, llm__sequence *seq) {
                 if (id >= vocab || llm__find_child(seq, row, id)) id = -1;
             }
         } else {
-            float *q = sp->target; /* until the target's pass */
+            float *q = sp->target; /* free until the target's pass */
             memcpy(q, llm__proposal_distribution(sp, seq, row), (size_t)vocab * sizeof *q);
             for (int child = 0; (child = llm__next_child(seq, row, child)) > 0;)
                 q[seq->tokens[seq->n_tokens - 1 + child]] = 0;
@@ -3761,8 +3754,8 @@ static int llm__chain_length(const llm__sequence *seq) {
     return (int)llm__divide_up(seq->depth, seq->width);
 }
 
-/* How many tokens of a sequence the draft must have processed after its next pass: in a prompt as
- * many as the target, else as many as its next proposal needs; 0: nothing to do. */
+/* How many tokens of a sequence the draft must have processed after its next pass: in a prompt, as
+ * many as the target; else as many as its next proposal needs. 0: nothing to do. */
 static int llm__draft_goal(const llm__sequence *seq) {
     if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
     if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
@@ -3820,7 +3813,7 @@ static bool llm__propose(llm_engine *e, llm_error *err) {
 /* p, q: a proposal's probabilities under target and draft; u: uniform in [0, 1). */
 static bool llm__accept(double p, double q, double u) { return u * q < p; }
 
-/* The proposal `id` was rejected: p = max(0, p - q), and q loses its mass; both normalised. */
+/* Reject proposal `id`: p = max(0, p - q), and q loses the probability of `id`; normalise both. */
 static void llm__reject(float *p, float *q, int n, int32_t id) {
     double total = 0, left = 0;
     for (int i = 0; i < n; i++) {
@@ -3835,9 +3828,9 @@ static void llm__reject(float *p, float *q, int n, int32_t id) {
     }
 }
 
-/* After the pass: choose a sequence's next token, for which there are drawn proposals. logits: the
- * target's. Returns the first proposal that is accepted, or the correction. After each rejection, p
- * becomes what is left of it, and q loses the rejected token, since it is not drawn again. */
+/* Choose a sequence's next token where proposals were drawn, after the target's pass. Returns the
+ * first accepted proposal, or the correction. After each rejection, p becomes its rest, and q loses
+ * the rejected token, which is not drawn again. */
 static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq,
                            const float *logits) {
     int n = seq->n_tokens + seq->n_chosen, vocab = sp->vocab_size, row = 0, next;
@@ -3853,8 +3846,7 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
                               llm__lane_random(seq, 3, n));
 }
 
-/* A sequence's next token is chosen. If it was proposed, its row is the next to choose from; else
- * no other row counts. */
+/* Advance to the row of a sequence's chosen token if it was proposed; if not, choosing ends. */
 static void llm__follow(llm__sequence *seq, int32_t id) {
     int row = llm__find_child(seq, seq->row, id), first = llm__next_child(seq, seq->row, 0),
         others = 0;
@@ -3873,7 +3865,7 @@ static void llm__follow(llm__sequence *seq, int32_t id) {
     seq->row = seq->parents[seq->n_accepted++] = row;
 }
 
-/* Move the accepted branches together in the cache. */
+/* Make the slots of accepted branches contiguous in the cache. */
 static bool llm__join_branches(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm_backend *b = e->options.backend;
@@ -3891,7 +3883,6 @@ static bool llm__join_branches(llm_engine *e, llm_error *err) {
     return !n || b->sync(b->context, err);
 }
 
-/* Count a sequence's tested proposal number i. */
 static void llm__count_proposal(llm_statistics *statistics, const llm__sequence *seq, int i) {
     bool accepted = i < seq->n_accepted;
     int column = i < 15 ? i : 15;
@@ -4087,7 +4078,8 @@ static void llm__sampler_free(llm__sampler *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* The largest likelihood is 2^bits: at most 2^44, and so small that the sum of n is below 2^63. */
+/* The largest likelihood is 2^bits: at most 2^44, and small enough that n of them add up to less
+ * than 2^63. */
 static int llm__likelihood_bits(int n) {
     int bits = 44;
     while ((int64_t)n >> (63 - bits)) bits--;
@@ -4099,7 +4091,7 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     size_t draws = (size_t)max_draws;
     s->vocab_size = vocab_size;
     s->bits = llm__likelihood_bits(vocab_size);
-    s->max_adjustments = vocab_size + 64 * max_draws; /* 64 per draw, plus one list of all tokens */
+    s->max_adjustments = vocab_size + 64 * max_draws; /* 64 per draw, and one list of all tokens */
     s->heap = (llm__token_logit *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
     s->kept = (llm__token_logit *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
     s->places = (int32_t *)llm__new((size_t)vocab_size, sizeof *s->places, "the sampler", err);
@@ -4145,7 +4137,7 @@ static llm_adjustment *llm__adjustment(llm__sampler *s, llm_adjustment *list, in
     return &list[place];
 }
 
-/* List the changes of logits before a draw, one entry per token. Returns their number. */
+/* List the changes to logits before a draw, one entry per token. Returns their number. */
 static int llm__adjust(llm__sampler *s, const llm_sampling *p, llm__past past, llm_adjustment *to) {
     int n = 0, window = p->penalty_window && p->penalty_window < past.n ? p->penalty_window
                                                                         : past.n;
@@ -4155,7 +4147,7 @@ static int llm__adjust(llm__sampler *s, const llm_sampling *p, llm__past past, l
         for (int i = past.n - window; i < past.n; i++)
             llm__adjustment(s, to, &n, past.tokens[i])->penalty = p->repetition_penalty;
     if (p->presence_penalty == 0 && p->frequency_penalty == 0) return n;
-    for (int i = past.n_prompt; i < past.n; i++) /* `minus` counts first */
+    for (int i = past.n_prompt; i < past.n; i++) /* `minus` is a count at first */
         llm__adjustment(s, to, &n, past.tokens[i])->minus++;
     for (int i = 0; i < n; i++)
         if (to[i].minus > 0)
@@ -4211,7 +4203,7 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
         llm__sift_down(s->heap, n, 0);
     }
     if (!all && p->top_p < 1) {
-        /* the rest of the k tokens, which min-p cut off, still count towards the mass */
+        /* the rest of the k tokens, which min-p removed, still count towards the mass */
         total = sum;
         for (int i = n_kept; i < limit; i++) {
             total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
@@ -4251,7 +4243,7 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
         if (llm__likelier(s->heap[i], s->heap[best])) best = i;
 
     llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
-    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* or infinite logits */
+    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or infinite logits */
         shaped.kept = &s->heap[best];
         shaped.n = 1;
         shaped.mass = 1;
@@ -4270,7 +4262,7 @@ static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling
                           : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
 }
 
-/* Draw a token: the first at which the running sum of likelihoods exceeds a random number below the
+/* Draw a token: the first at which the running sum of likelihoods exceeds a random share of the
  * mass. random: a number in [0, 1), times 2^64. */
 static int32_t llm__sample_at(llm__sampler *s, const llm_sampling *p, const float *logits,
                               const llm_adjustment *list, int n, uint64_t random) {
@@ -4505,7 +4497,7 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
         pool->copy_from[pool->n_copies] = from;
         pool->copy_to[pool->n_copies++] = to;
         table->blocks[shared] = to;
-        llm__pool_drop(pool, from); /* it is shared, so its content stays until it is copied */
+        llm__pool_drop(pool, from); /* shared, so its content stays until it is copied */
         llm__trace_block(pool, table, LLM_TRACE_COPY, shared, to);
     }
     for (int i; (i = table->n_blocks) < wanted; table->n_blocks++) {
@@ -4516,7 +4508,7 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
 }
 
 /* The number of pending copies that can be repeated after a failure: those before the first that
- * overwrites the source of an earlier one. */
+ * overwrites an earlier one's source. */
 static int llm__copies_at_once(const llm__pool *pool) {
     for (int n = 1; n < pool->n_copies; n++)
         for (int i = 0; i < n; i++)
@@ -4530,8 +4522,8 @@ static void llm__copies_done(llm__pool *pool, int n) {
     memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
 }
 
-/* Release the blocks after the first n_tokens tokens, last block first: the beginnings of texts,
- * which are shared more often, are evicted last. */
+/* Release the blocks after the first n_tokens tokens, last block first: the beginnings of texts are
+ * shared more often, so they are evicted last. */
 static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
     int64_t wanted = llm__blocks_for(pool, n_tokens);
     while (table->n_blocks > wanted) {
@@ -4547,7 +4539,7 @@ static void llm__table_clear(llm__pool *pool, llm__table *table) {
     table->identity = table->root;
 }
 
-/* Let `copy` (capacity >= table->n_blocks) share all blocks of `table`. */
+/* Make `copy` (capacity >= table->n_blocks) share all blocks of `table`. */
 static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
     for (int i = 0; i < table->n_blocks; i++) {
         copy->blocks[i] = table->blocks[i];
@@ -4634,13 +4626,12 @@ typedef enum llm__part { /* a tensor of a layer */
                          LLM__UP_BIAS,
                          LLM__DOWN_BIAS,
                          LLM__FFN_POST_NORM,
-                         LLM__QKV,         /* q, k and v in one matrix, split when loaded */
-                         LLM__GATE_UP,     /* gate and up in one matrix */
+                         LLM__QKV,         /* q, k and v in one matrix, split at load */
+                         LLM__GATE_UP,     /* gate and up in one matrix, split at load */
                          LLM__QKV_BIAS,
                          LLM__ATTN_NORM_BIAS,
                          LLM__FFN_NORM_BIAS,
-                         LLM__ROUTER, /* this and the following: of layers with experts; no set
-                                       * of parts has them */
+                         LLM__ROUTER, /* from here on: of layers with experts, in no set of parts */
                          LLM__SHARED_ROUTER,
                          LLM__SHARED_GATE,
                          LLM__SHARED_UP,
@@ -4654,7 +4645,6 @@ typedef struct llm__layer { /* how a layer differs from the others of its model 
     llm_tensor *experts;    /* (3, n_experts) gate, up and down matrices; NULL: no experts */
 } llm__layer;
 
-/* a dimension of a tensor */
 typedef enum llm__width {
     LLM__ONE,
     LLM__DIM,
@@ -4731,7 +4721,7 @@ static const llm__part_row *llm__parts(void) {
     return table;
 }
 
-/* Sets of parts: bit i stands for part i. */
+/* Sets of parts: bit i is part i. */
 enum {
     LLM__MATRICES = 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__GATE |
         1 << LLM__UP | 1 << LLM__DOWN,
@@ -4954,7 +4944,6 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, flo
     return ok;
 }
 
-/* Upload a tensor's column order for w->columns. */
 static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w,
                               llm_error *err) {
     size_t bytes = (size_t)w->cols * sizeof *w->columns;
@@ -4994,11 +4983,10 @@ static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_we
 /* The frequency of pair i: base^(-2i/rope_dim) radians per position. The first pairs turn fast and
  * distinguish near positions; the last turn slowly and distinguish distant ones (Su et al. 2021).
  *
- * In texts longer than the training length, slow pairs reach angles that do not occur in training.
- * So frequencies are divided: all by the same factor (linear), or only those of slow pairs. Llama 3
- * stores a divisor per pair. YaRN divides the frequency of a pair by rope_factor if it makes fewer
- * than beta_slow turns over the training length, keeps it if it makes more than beta_fast turns,
- * and blends the two in between. */
+ * In texts longer than those of training, slow pairs reach unseen angles. So frequencies are
+ * divided: all by the same factor (linear), or only slow ones. Llama 3 stores a divisor per pair.
+ * YaRN divides by rope_factor if a pair makes fewer than beta_slow turns over the training length,
+ * by 1 if it makes more than beta_fast, and blends the two in between. */
 static double llm__frequency(const llm_config *c, int i, double divisor) {
     double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
     if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
@@ -5246,8 +5234,8 @@ static int llm__emit_part_norm(llm__network *net, int layer, llm__part part, int
     return llm__emit_norm(net, layer, &w[part], bias, llm__parts()[part].name, in, out);
 }
 
-/* out = w . in, + bias if there is one (LLM__N_PARTS: none). The input is permuted first if w has
- * `columns`. */
+/* out = w . in, plus the bias, if any (LLM__N_PARTS: none). If w has `columns`, the input is
+ * permuted first. */
 static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
                                 int in, int out) {
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS + (int)part],
@@ -5317,7 +5305,7 @@ static llm_op *llm__emit_route_op(llm__network *net, llm_op_kind kind, int layer
     return op;
 }
 
-/* The product with a matrix of each row's expert: gate, up or down (0 to 2) */
+/* Multiply each row by a matrix of its expert: gate, up or down (0 to 2). */
 static void llm__emit_expert_matmul(llm__network *net, int layer, int matrix, int in, int out) {
     static const char *const names[] = {"ffn_gate_exps.weight", "ffn_up_exps.weight",
                                         "ffn_down_exps.weight"};
@@ -5333,9 +5321,9 @@ static void llm__emit_swiglu(llm__network *net, int layer, int gate, int up) {
     op->activation = net->model->config.activation;
 }
 
-/* x += the sum of what the token's experts, each a feed-forward block, make of the normalised x
- * (Shazeer et al. 2017; Fedus et al. 2021). The rows are sorted by expert, so that each expert's
- * weights are read once per step, and only if a token needs them. */
+/* x += the weighted sum of the outputs of the token's experts, each a feed-forward block, for the
+ * normalised x (Shazeer et al. 2017; Fedus et al. 2021). Rows are sorted by expert, so an expert's
+ * weights are read once per step, and only if needed. */
 static void llm__emit_experts(llm__network *net, int layer) {
     int h = llm__emit_part_norm(net, layer, LLM__FFN_NORM, LLM__X, LLM__NORMED);
     bool shared = net->parts[layer * LLM__N_PARTS + (int)LLM__SHARED_GATE].data != NULL;
@@ -5363,8 +5351,8 @@ static void llm__emit_experts(llm__network *net, int layer) {
     sum->add = true;
 }
 
-/* The inner activations of the feed-forward block of the normalised x. A parallel layer may have
- * one norm for both blocks. */
+/* Emit the gates of the feed-forward block of the normalised x. A parallel layer may have one norm
+ * for both blocks. */
 static void llm__emit_gates(llm__network *net, int layer) {
     const llm_tensor **parts = net->model->parts + layer * LLM__N_PARTS;
     bool shared = net->model->config.parallel && !parts[LLM__FFN_NORM];
@@ -5389,7 +5377,8 @@ static void llm__emit_layer(llm__network *net, int layer, bool naive) {
     llm__emit_end_of_block(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__FFN_POST_NORM, LLM__GATES);
 }
 
-/* The output matrix is the largest weight, so first gather the rows whose logits are wanted. */
+/* The output matrix is the largest weight, so the rows whose logits are wanted are gathered
+ * first. */
 static void llm__emit_head(llm__network *net) {
     llm_program *p = &net->program;
     p->n_body = p->n_ops;
@@ -5522,8 +5511,8 @@ const char *llm_op_name(llm_op_kind kind) {
     return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
 }
 
-/* How many experts n tokens use, if each uses its k experts independently of the others: exactly k
- * for one token. The batch does not say which ones. */
+/* The expected number of experts that n tokens use, if each chooses k independently; exactly k for
+ * one token. The batch does not say which ones. */
 static double llm__experts_read(const llm_op *op, double n) {
     return op->n_experts * (1 - pow(1 - (double)op->n_used / op->n_experts, n));
 }
@@ -5724,8 +5713,8 @@ static int llm__first_seen(const llm_attention_shape *shape, int position) {
     return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
-/* ALiBi (Press et al. 2021): a head reduces the score of a key by its slope times the distance. Of
- * 8 heads with `alibi` 8, the slopes are 1/2, 1/4, ... 1/256; heads beyond a power of two lie in
+/* ALiBi (Press et al. 2021): a head reduces the score of a key by its slope times the distance. For
+ * 8 heads with `alibi` 8, slopes are 1/2, 1/4, ... 1/256; heads beyond a power of two are in
  * between. */
 static float llm__alibi_slope(const llm_attention_shape *shape, int head) {
     int n = 1;
@@ -5779,8 +5768,8 @@ static void llm__plain_matmul(const float *x, const llm_weight *w, const float *
 }
 
 /* SwiGLU and GeGLU (Shazeer 2020): the gate decides how much of each value of `up` passes; without
- * `up`, only the activation. GELU is x times the share of a normal distribution below x; its tanh
- * approximation is x sigmoid(2y) with y = sqrt(2/pi) (x + 0.044715 x^3). */
+ * `up`, only the activation is applied. GELU is x times the share of a normal distribution below x;
+ * its tanh approximation is x sigmoid(2y) with y = sqrt(2/pi) (x + 0.044715 x^3). */
 static void llm__plain_swiglu(llm_activation f, const float *gate, const float *up, int64_t n,
                               float *out) {
     for (int64_t i = 0; i < n; i++) {
@@ -5796,8 +5785,7 @@ static void llm__plain_softcap(const float *x, float cap, int64_t n, float *out)
 }
 
 /* Rotary position embedding (Su et al. 2021): rotate pairs of dimensions by angles proportional to
- * the position. The dot product of a query and a key then depends on their distance, not on their
- * positions. */
+ * the position. So the dot product of a query and a key depends on their distance alone. */
 static void llm__plain_rope(float *head, const float *angles, int rope_dim,
                             llm_rope_pairing pairing) {
     for (int i = 0; i < rope_dim / 2; i++) {
@@ -5906,7 +5894,7 @@ static void llm__plain_attention(const llm__attention_args *args, int token, flo
         llm__plain_attention_row(args, s, token, head, scores);
 }
 
-/* The fast executor also uses the next four functions. They compute rows first to end - 1. */
+/* The fast executor uses the next four functions, too. They compute rows first to end - 1. */
 static void llm__embed(const llm_batch *batch, const llm_op *op, int64_t first, int64_t end,
                        float *out) {
     const llm_weight *table = op->weight;
@@ -5966,7 +5954,7 @@ static void llm__route(const llm_op *op, const float *logits, int64_t first, int
     }
 }
 
-/* Sort n routes by expert; routes of one expert keep their order. next (n_experts): scratch */
+/* Sort n routes by expert; routes of one expert keep their order. next (n_experts): scratch. */
 static void llm__group_routes(const llm_op *op, const llm_route *routes, int64_t n, int32_t *next,
                               int32_t *sorted) {
     int32_t *experts = sorted, *tokens = sorted + n, *places = sorted + 2 * n;
@@ -5982,7 +5970,7 @@ static void llm__group_routes(const llm_op *op, const llm_route *routes, int64_t
 }
 
 /* Add to rows first to end - 1 of out (width) the results of their routes, largest factor first,
- * and the shared expert's. n: all routes */
+ * and the shared expert's. n: number of all routes. */
 static void llm__sum_routes(const llm_op *op, const float *results, const llm_route *routes,
                             const int32_t *sorted, const float *shared, const float *shared_factor,
                             int64_t n, int64_t width, int64_t first, int64_t end, float *out) {
@@ -6008,7 +5996,7 @@ typedef struct llm__step {
     int first, n_logits;     /* the head's slice of batch->logit_rows */
 } llm__step;
 
-/* Input `index` of an operation; NULL: none */
+/* Input `index` of an operation; NULL: none. */
 static float *llm__in(const llm__step *step, const llm_op *op, int index) {
     return op->in[index] < 0 ? NULL : step->program->buffers[op->in[index]].data;
 }
@@ -6024,7 +6012,7 @@ static int llm__op_rows(const llm__step *step, const llm_op *op) {
                                                                 : step->batch->n_tokens;
 }
 
-/* Input `index` of an operation: routes, or sorted routes */
+/* Input `index` of an operation: routes or sorted routes. */
 static llm_route *llm__routes_in(const llm__step *step, const llm_op *op, int index) {
     return (llm_route *)(void *)llm__in(step, op, index);
 }
@@ -6033,7 +6021,7 @@ static int32_t *llm__sorted_in(const llm__step *step, const llm_op *op, int inde
     return (int32_t *)(void *)llm__in(step, op, index);
 }
 
-/* Rows of the input of a product that have the same matrix: all of them, or those of an expert */
+/* The rows of a product's input that share a matrix: all of them, or those of one expert. */
 typedef struct llm__group {
     int64_t first, end;      /* rows first to end - 1 */
     const llm_weight *w;
@@ -6081,7 +6069,7 @@ static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *
 
 static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
 
-/* llm_backend.run, with the reference loops */
+/* llm_backend.run with the reference loops. */
 static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
                                const llm_batch *batch, int first, int n_logits, llm_error *err) {
     llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
@@ -6239,7 +6227,7 @@ float llm_f16_to_f32(uint16_t half) { return llm__f16_to_f32(half); }
 
 static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
 
-/* Uses memcpy, since blocks are not aligned. */
+/* memcpy, since blocks are not aligned. */
 static uint16_t llm__read_u16(const void *p) {
     uint16_t x;
     memcpy(&x, p, sizeof x);
@@ -6573,15 +6561,15 @@ static int llm__compare_strings(const llm_string *a, const llm_string *b) {
     return order ? order : (a->length > b->length) - (a->length < b->length);
 }
 
-/* Equal names are ordered by address, so that qsort is deterministic. */
+/* Equal names are ordered by address, to make qsort deterministic. */
 static int llm__compare_names(const void *a, const void *b) {
     const llm_string *x = *(const llm_string *const *)a, *y = *(const llm_string *const *)b;
     int order = llm__compare_strings(x, y);
     return order ? order : (x > y) - (x < y);
 }
 
-/* Return pointers to `count` records of `stride` bytes, sorted by name (their first member). If two
- * names are equal, the error is "<two> called 'NAME'". */
+/* Return pointers to `count` records of `stride` bytes, sorted by name (their first member). For
+ * equal names, the error is "<two> called 'NAME'". */
 static const llm_string **llm__index(const llm_file *file, const void *items, int64_t count,
                                      size_t stride, const char *two) {
     const llm_string **index = (const llm_string **)llm__new((size_t)count, sizeof *index,
@@ -6614,8 +6602,8 @@ static const void *llm__find_name(const llm_string *const *index, int64_t count,
 
 /* ---- Growing arrays ---- */
 
-/* Make room for one more record. list: the address of the pointer to the records. The capacity
- * doubles; counts in a header may be false. New memory is not zeroed, so that unused pages cost
+/* Make room for one more record. list: address of the pointer to the records. The capacity doubles,
+ * since counts in a header cannot be trusted. New memory is not zeroed: unused pages cost
  * nothing. */
 static bool llm__grow(void *list, int64_t count, int64_t *capacity, size_t size, const char *what,
                       llm_error *err) {
@@ -6762,7 +6750,7 @@ static bool llm__unsupported_type(const llm_file *file, llm_string tensor, uint3
                             llm__show(tensor).text, type, (int)strcspn(name, " "), name, known);
 }
 
-/* False if no tensor of this type can have these dimensions. */
+/* False: no tensor of this type can have these dimensions. */
 static bool llm__tensor_bytes(const llm_type_info *info, const uint64_t dims[4], uint64_t *bytes) {
     uint64_t values = 1;
     if (dims[0] % (uint64_t)info->block_values) return false;
@@ -6815,7 +6803,6 @@ static int llm__compare_places(const void *a, const void *b) {
     return (p > q) - (p < q);
 }
 
-/* No two tensors may share bytes. */
 static bool llm__check_overlap(const llm_file *file) {
     size_t n = (size_t)file->n_tensors;
     const llm_tensor **order = (const llm_tensor **)llm__new(n, sizeof *order, "the tensors' order",
@@ -6864,7 +6851,7 @@ static bool llm__place_tensors(llm__reader *r) {
     return llm__check_overlap(file);
 }
 
-/* Git without LFS checks out a few lines of text in place of a large file. */
+/* Is this the short text that Git without LFS checks out in place of a large file? */
 static bool llm__is_pointer(const void *data, uint64_t size) {
     static const char beginning[] = "version https://git-lfs";
     return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
@@ -6959,8 +6946,8 @@ static bool llm__add_memory(llm_file *file, void *memory) {
     return true;
 }
 
-/* read: llm__read_header or llm__read_safetensors; NULL: nothing is read. Takes ownership of
- * `data`, even on failure. */
+/* read: llm__read_header, llm__read_safetensors or NULL (no header). Takes ownership of `data`,
+ * even on failure. */
 static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory,
                                   const char *name, bool (*read)(llm__reader *), llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
@@ -7029,8 +7016,8 @@ static bool llm__read_split_keys(const llm_file *file, llm__split_keys *split) {
                     known ? "has no split.tensors.count" : "split.no does not say which");
 }
 
-/* Open part `number` of a model, and check that it is that part. ending: the place in `path` for
- * the end of its name. split: the keys of another part, which must agree */
+/* Open part `number` of a model and check that it is that part. ending: where the end of the name
+ * begins in `path`. split: the keys of another part, which must agree. */
 static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_keys *split,
                                      unsigned number, llm_error *err) {
     llm_error why;
@@ -7048,9 +7035,9 @@ static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_
     if (llm__read_split_keys(part, &found)) {
         if (found.count == count && found.number == number && found.n_tensors == split->n_tensors)
             return part;
-        llm__bad(part, "by its name, it is part %u of %u, with %llu tensors in all, but inside it "
-                       "says part %u of %u, with %llu: the parts are not of one model, or were "
-                       "renamed",
+        llm__bad(part, "its name says part %u of %u, with %llu tensors in all, but its metadata "
+                       "says part %u of %u, with %llu: the parts are of different models, or "
+                       "were renamed",
                  number + 1, count, (llm__big)split->n_tensors, (unsigned)found.number + 1,
                  (unsigned)found.count, (llm__big)found.n_tensors);
     }
@@ -7058,7 +7045,7 @@ static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_
     return NULL;
 }
 
-/* Copy the tensors of all parts to the file's own list. two: see llm__index */
+/* Copy the tensors of all parts to the file's own list. two: see llm__index. */
 static bool llm__file_join(llm_file *file, const char *two) {
     int64_t n = file->n_tensors;
     for (int64_t i = 0; i < file->n_parts; i++) n += file->parts[i]->n_tensors;
@@ -7092,7 +7079,7 @@ static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
                               "the others can be found in the same folder",
                         number + 1, count, ending);
     }
-    if (good && number > 0) { /* the first has the metadata */
+    if (good && number > 0) { /* the metadata is in the first */
         llm_file_close(file);
         file = llm__file_part_open(path, end, &split, 0, err);
         good = file != NULL;
@@ -7226,7 +7213,7 @@ static bool llm__value_number(const llm_value *value, uint64_t index, llm__numbe
     return true;
 }
 
-/* Read a whole number. False: it is not whole, or exceeds 64 bits. */
+/* Read a whole number. False: not whole, or over 64 bits. */
 static bool llm__value_whole(const llm_value *value, uint64_t index, llm__number *n) {
     if (!llm__value_number(value, index, n)) return false;
     if (!n->fraction) return true;
@@ -7369,7 +7356,7 @@ static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
     return true;
 }
 
-/* Read the code point after "\u". Above U+FFFF it is two escapes, a "surrogate pair". */
+/* Read the code point after "\u". Above U+FFFF, it consists of two escapes, a "surrogate pair". */
 static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
     size_t start = p->at - 2;
     uint32_t low = 0;
@@ -7396,7 +7383,7 @@ static size_t llm__put_utf8(uint32_t code, char *out) {
     return length;
 }
 
-/* Decode the escape after a backslash. *out is in text already read, so there is room. */
+/* Decode the escape after a backslash. *out is in text that has been read, so there is room. */
 static bool llm__json_escape(llm__json_parser *p, char **out) {
     static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
     int c = llm__json_peek(p);
@@ -7410,7 +7397,8 @@ static bool llm__json_escape(llm__json_parser *p, char **out) {
     return true;
 }
 
-/* Length of the literal bytes from here, up to a '"', '\\', control character or invalid UTF-8. */
+/* Count the bytes from here that need no decoding: no '"', '\\', control character or invalid
+ * UTF-8. */
 static size_t llm__json_plain(const llm__json_parser *p) {
     const uint8_t *start = (const uint8_t *)p->json->text + p->at,
                   *end = start + (p->length - p->at), *at = start;
@@ -7644,7 +7632,7 @@ bool llm_json_f64(const llm_json_node *node, double *out) {
         if (*s == '.') point = true;
         else if (digits < UINT64_MAX / 10 - 1)
             digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
-        else exponent += !point; /* a digit beyond the precision */
+        else exponent += !point; /* digit beyond the precision */
     }
     if (s < end && (*++s == '-' || *s == '+')) down = *s++ == '-';
     for (; s < end; s++) written = written < 100000000 ? written * 10 + (*s - '0') : written;
@@ -7863,7 +7851,6 @@ static void llm__note_string(llm__metadata *m, const char *key, llm_string x) {
     llm__note_text(m, x);
 }
 
-/* bytes: size of all n elements. */
 static void llm__note_array(llm__metadata *m, const char *key, llm_value_type element,
                             const void *x, uint64_t n, size_t bytes) {
     llm__note_key(m, key, LLM_VALUE_ARRAY, element, n);
@@ -7901,7 +7888,7 @@ static const llm_value *llm__model_value(llm__loader *l, const char *name) {
     return llm_file_find(l->file, l->key);
 }
 
-/* Read an integer from 1 to INT32_MAX. An absent key gives `fallback`, or an error if that is 0. */
+/* Read an integer from 1 to INT32_MAX. An absent key gives `fallback`; 0: an error. */
 static bool llm__model_int(llm__loader *l, const char *name, int64_t fallback, int *out) {
     const llm_value *value = llm__model_value(l, name);
     uint64_t x = (uint64_t)fallback;
@@ -7950,7 +7937,6 @@ static bool llm__is_listed(llm_string word, const char *list) {
     return false;
 }
 
-/* Is the option off: false, 0 or an empty string? */
 static bool llm__is_off(const llm_value *value) {
     double x;
     llm_string s;
@@ -7960,8 +7946,7 @@ static bool llm__is_off(const llm_value *value) {
     return llm_value_f64(value, 0, &x) && x == 0;
 }
 
-/* Refuse an option of the architecture that is unknown, unless it is off: it may change the
- * result. */
+/* Refuse an unknown option of the architecture unless it is off: it may change the result. */
 static bool llm__model_known_keys(llm__loader *l) {
     static const char known[] = /* tensor_data_layout matters to converters only */
         "block_count context_length embedding_length feed_forward_length vocab_size "
@@ -7992,11 +7977,10 @@ static bool llm__model_known_keys(llm__loader *l) {
     return true;
 }
 
-/* Read the RoPE scaling, which extends the model's context. */
 static bool llm__model_scaling(llm__loader *l) {
     llm_config *c = &l->model->config;
     const llm_value *type = llm__model_value(l, "rope.scaling.type");
-    llm_string name = {"linear", 6}; /* the default if there is only a factor */
+    llm_string name = {"linear", 6}; /* default, if there is only a factor */
     size_t cursor = 0;
     int stated = 0;
     if (type && !llm_value_string(type, &cursor, &name))
@@ -8025,12 +8009,12 @@ static bool llm__model_scaling(llm__loader *l) {
     return true;
 }
 
-/* Find an array with a boolean for each layer. *flags is NULL if the key is absent. */
+/* Find an array of one boolean per layer. *flags is NULL if the key is absent. */
 static bool llm__model_flags(llm__loader *l, const char *name, const llm_value **flags) {
     const int n = l->model->config.n_layers;
     *flags = llm__model_value(l, name);
     if (*flags && ((*flags)->element_type != LLM_VALUE_BOOL || (*flags)->count != (uint64_t)n))
-        return llm__unsupported(l->file, "%s is not a list of yes or no for each of the %d layers",
+        return llm__unsupported(l->file, "%s is not a list of booleans, one for each of %d layers",
                                 l->key, n);
     for (int i = 0; *flags && i < n; i++) {
         bool flag;
@@ -8040,7 +8024,7 @@ static bool llm__model_flags(llm__loader *l, const char *name, const llm_value *
     return true;
 }
 
-/* Find out how layers differ: which have a window, and which have RoPE. */
+/* Read which layers have a window and which have RoPE. */
 static bool llm__model_layers(llm__loader *l) {
     llm_config *c = &l->model->config;
     const llm__architecture *a = l->model->architecture;
@@ -8078,7 +8062,7 @@ static bool llm__model_layers(llm__loader *l) {
            llm__model_float(l, "rope.freq_base_swa", base, &c->local_rope_base);
 }
 
-/* Read how many experts there are, how many serve a token, and their width. */
+/* Read the number of experts, how many a token uses, and their width. */
 static bool llm__model_expert_counts(llm__loader *l) {
     enum { MOST = 1 << 16 };
     llm_config *c = &l->model->config;
@@ -8105,7 +8089,6 @@ static bool llm__model_expert_counts(llm__loader *l) {
                                       &c->shared_dim));
 }
 
-/* Read the factors and limits that some architectures have. */
 static bool llm__model_scales(llm__loader *l) {
     llm_config *c = &l->model->config;
     const llm__architecture *a = l->model->architecture;
@@ -8202,8 +8185,8 @@ static void llm__part_name(char name[LLM__TENSOR_NAME], int layer, int part) {
     snprintf(name, LLM__TENSOR_NAME, "blk.%d.%s", layer, llm__parts()[part].name);
 }
 
-/* Refuse a model with an unused tensor, since its output would be wrong. key: the setting that
- * gives the number of layers. format: for sscanf, to read the layer from a tensor's name */
+/* Refuse a model with an unused tensor: its output would be wrong. key: the setting that gives the
+ * number of layers. format: reads the layer from a tensor's name (sscanf). */
 static bool llm__all_used(const llm_file *file, const bool *used, const char *key, int n_layers,
                           const char *format, const char *architecture) {
     for (int64_t i = 0; i < file->n_tensors; i++) {
@@ -8271,16 +8254,16 @@ static bool llm__model_ends(llm__loader *l) {
     return true;
 }
 
-/* The name of matrix i of a layer's experts: the gates of all experts come first, then ups, downs.
- * In older GGUF files and in folders, each matrix is a tensor. */
+/* The name of matrix i of a layer's experts: all gates, then all ups, then all downs. In older GGUF
+ * files and in folders, each matrix is a tensor. */
 static void llm__expert_name(char name[LLM__TENSOR_NAME], int n_experts, int layer, int i) {
     static const char *const names[] = {"gate", "up", "down"};
     snprintf(name, LLM__TENSOR_NAME, "blk.%d.ffn_%s.%d.weight", layer, names[i / n_experts],
              i % n_experts);
 }
 
-/* Find the matrices of a layer's experts. The slices of a tensor of three dimensions become tensors
- * of their own. */
+/* Find the matrices of a layer's experts. The slices of a three-dimensional tensor become
+ * tensors. */
 static bool llm__model_experts(llm__loader *l, int layer) {
     static const char *const names[] = {"gate", "up", "down"};
     const llm_config *c = &l->model->config;
@@ -8327,8 +8310,8 @@ static bool llm__model_tensors(llm__loader *l) {
     if (t && t->dims[1] > vocab && t->dims[1] <= INT32_MAX) vocab = t->dims[1];
     if (t && t->dims[0] == dim && t->dims[1] < vocab)
         return llm__bad(file, "%s has %llu tokens, but the embedding (%s) only %llu rows: tokens "
-                              "were added without resizing the model; give it the vocabulary of "
-                              "the model that it was made from",
+                              "were added without resizing the model; use the vocabulary of the "
+                              "original model",
                         file->folder ? "tokenizer.json (with the files beside it)"
                                      : "the vocabulary",
                         (llm__big)vocab, llm__show(t->source).text, (llm__big)t->dims[1]);
@@ -8421,12 +8404,13 @@ const llm_file *llm_model_file(const llm_model *model) { return model->file; }
 const char *llm_model_context_note(const llm_model *model) { return model->context_note; }
 
 uint64_t llm_model_step_bytes(const llm_model *model) {
-    /* a tied embedding is the output matrix, read in full; of another, one row is read */
+    /* a tied embedding is the output matrix and is read in full; of an untied one, a token reads
+     * one row */
     const llm_config *c = &model->config;
     uint64_t unread = c->tied_output ? 0 : model->embedding->bytes;
     uint64_t idle = c->n_experts ? model->expert_bytes / (uint64_t)c->n_experts *
                                        (uint64_t)(c->n_experts - c->n_experts_used)
-                                 : 0; /* experts that do not serve the token */
+                                 : 0; /* experts that the token does not use */
     return model->weight_bytes - unread - idle + (unread ? unread / (uint64_t)c->vocab_size : 0);
 }
 
@@ -8439,12 +8423,12 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
 
 /* ---- Hugging Face folders ----
  * config.json gives the model's shape, the safetensors files its weights, and tokenizer.json its
- * vocabulary. They become an llm_file with GGUF metadata and GGUF tensor names; the data stays in
- * the mapped files.
+ * vocabulary. They become an llm_file with GGUF metadata and tensor names; the data stays in the
+ * mapped files.
  *
- * The weights differ in one way. RoPE rotates pairs of dimensions. GGUF files of "llama" have the
- * rows of q and k reordered so that the two dimensions of a pair are adjacent. Folders keep the
- * original order, so the model's rope_pairing is LLM_ROPE_HALVES. */
+ * The weights differ in one way. GGUF files of "llama" have the rows of q and k reordered to make
+ * the two dimensions of each RoPE pair adjacent. Folders keep the original order, so the model's
+ * rope_pairing is LLM_ROPE_HALVES. */
 
 typedef struct llm__folder {
     llm_file *file;      /* the result; has the parts' tensors until `tensors` replaces them */
@@ -8474,7 +8458,7 @@ static bool llm__folder_has(const char *folder, const char *name) {
     return there;
 }
 
-/* Map a file of at most LLM__JSON_BYTES. A missing file is no error: *found is false. */
+/* Map a file of at most LLM__JSON_BYTES. If there is none, *found is false. */
 static bool llm__map_text(const char *path, llm_string *text, bool *found, llm_error *err) {
     struct stat status;
     const void *data = NULL;
@@ -8512,7 +8496,6 @@ static bool llm__read_json(llm_json *json, const char *folder, const char *name,
 
 /* ---- config.json ---- */
 
-/* The entry with this key; NULL if it is absent or null. */
 static const llm_json_node *llm__folder_entry(const llm_json_node *object, const char *key) {
     const llm_json_node *node = llm_json_member(object, key);
     return llm_json_has_kind(node, LLM_JSON_NULL) ? NULL : node;
@@ -8524,8 +8507,8 @@ static bool llm__is_on(const llm_json_node *object, const char *key, bool otherw
     return flag;
 }
 
-/* Replace in `name` (of a tensor or of a key of config.json) what the folders of this architecture
- * call differently: its `names` are pairs "usual=own", applied in order. */
+/* Replace the usual names in `name` (of a tensor or a key of config.json) by this architecture's:
+ * `names` holds pairs "usual=own", applied in order. */
 static void llm__folder_name(const llm__folder *f, char name[LLM__SOURCE_NAME]) {
     for (const char *pair = f->architecture->names; *pair;) {
         size_t usual = strcspn(pair, "="), own = strcspn(pair + usual, " ") - 1;
@@ -8540,8 +8523,8 @@ static void llm__folder_name(const llm__folder *f, char name[LLM__SOURCE_NAME]) 
     }
 }
 
-/* The entry of config.json, or of an object in it, with this key. config.json itself may have the
- * architecture's own name for it, which replaces the key. */
+/* Find the entry with this key in config.json or in an object in it. At the top level, the key may
+ * be replaced by the architecture's own name for it. */
 static const llm_json_node *llm__folder_setting(const llm__folder *f, const llm_json_node *object,
                                                 char key[LLM__SOURCE_NAME]) {
     const llm_json_node *node = llm__folder_entry(object, key);
@@ -8557,7 +8540,7 @@ static bool llm__folder_is_on(const llm__folder *f, const char *key, bool otherw
     return otherwise;
 }
 
-/* Read a positive number. An absent key gives `fallback`, or an error if that is 0. */
+/* Read a positive number. An absent key gives `fallback`; 0: an error. */
 static bool llm__folder_number(const llm__folder *f, const llm_json_node *object, const char *key,
                                double fallback, double *out) {
     char name[LLM__SOURCE_NAME];
@@ -8569,7 +8552,6 @@ static bool llm__folder_number(const llm__folder *f, const llm_json_node *object
            llm__bad(f->file, "\"%s\" in config.json is not a positive number", name);
 }
 
-/* The same for a whole number. */
 static bool llm__folder_int(const llm__folder *f, const llm_json_node *object, const char *key,
                             int64_t fallback, int *out) {
     char name[LLM__SOURCE_NAME];
@@ -8591,8 +8573,8 @@ static const char llm__expert_keys[] =
     "shared_expert_intermediate_size decoder_sparse_step mlp_only_layers output_router_logits "
     "router_aux_loss_coef router_jitter_noise";
 
-/* Refuse an entry whose key is not in `known`, since it might change the result. Ignore keys that
- * begin with '_', and entries that are off: null, false, or an empty list or object. */
+/* Refuse an entry whose key is not in `known`: it might change the result. Ignore keys that begin
+ * with '_', and entries that are off: null, false, or an empty list or object. */
 static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
                               const char *known) {
     const bool whole = object == f->config.nodes;
@@ -8613,8 +8595,7 @@ static bool llm__folder_known(const llm__folder *f, const llm_json_node *object,
 }
 
 /* The known keys of config.json: the model's shape and tokens; its training, its origin and
- * settings of other programs; and sampling settings, which requests set instead (older models have
- * them here, newer ones in generation_config.json). */
+ * settings of other programs; and sampling settings, which requests set instead. */
 static const char llm__config_keys[] =
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
@@ -8647,8 +8628,8 @@ static float *llm__folder_divisors(llm__folder *f, const char *name) {
 }
 
 /* Append rope_freqs.weight, as in GGUF files: the divisors of Llama 3.1's RoPE frequencies. A
- * frequency that makes fewer than low_freq_factor turns in the original context is divided by the
- * factor; above high_freq_factor turns, it is unchanged; in between, it is interpolated. */
+ * frequency with fewer than low_freq_factor turns in the original context is divided by the factor;
+ * one with more than high_freq_factor turns is not; in between, it is interpolated. */
 static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double base,
                                int context) {
     double factor, low, high;
@@ -8670,7 +8651,7 @@ static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double
     return divisors != NULL;
 }
 
-/* LongRoPE (Ding et al. 2024, in Phi-3): one list of divisors for contexts of up to the original
+/* LongRoPE (Ding et al. 2024, in Phi-3): one list of divisors for contexts up to the original
  * length, and one for longer ones. */
 static bool llm__folder_longrope(llm__folder *f, llm__metadata *m, const llm_json_node *rope,
                                  int context) {
@@ -8724,7 +8705,7 @@ static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_j
     llm__note_u32(m, ".rope.scaling.original_context_length", (uint32_t)*context);
     llm__note_f32(m, ".rope.scaling.yarn_beta_fast", fast);
     llm__note_f32(m, ".rope.scaling.yarn_beta_slow", slow);
-    /* readers of GGUF multiply this by the usual magnitude */
+    /* GGUF readers multiply this by the usual magnitude */
     llm__note_f32(m, ".rope.scaling.attn_factor", magnitude / usual);
     return true;
 }
@@ -8808,8 +8789,8 @@ static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int stated) {
     return true;
 }
 
-/* Translate the sliding window, and which layers have it: all, those in the list layer_types, or
- * (Qwen) the last ones. */
+/* Translate the sliding window and which layers have it: all, those in layer_types, or (Qwen) the
+ * last ones. */
 static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     const llm__architecture *a = f->architecture;
     const llm_json_node *config = f->config.nodes,
@@ -8857,8 +8838,8 @@ static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     return ok;
 }
 
-/* Write which layers have RoPE: those with 1 in no_rope_layers; without that, all but each
- * no_rope_layer_interval-th. */
+/* Write which layers have RoPE: those with a 1 in no_rope_layers or, without that list, all except
+ * every no_rope_layer_interval-th. */
 static bool llm__folder_rope_layers(const llm__folder *f, llm__metadata *m) {
     const llm_json_node *config = f->config.nodes,
                         *list = llm__folder_entry(config, "no_rope_layers"),
@@ -8883,13 +8864,12 @@ static bool llm__folder_rope_layers(const llm__folder *f, llm__metadata *m) {
     return ok;
 }
 
-/* Translate the factors and limits that the architecture has. */
 static bool llm__folder_scales(const llm__folder *f, llm__metadata *m) {
     static const char *const table[][2] = {
         {"embedding_multiplier", ".embedding_scale"},
         {"residual_multiplier", ".residual_scale"},
         {"attention_multiplier", ".attention.scale"},
-        {"query_pre_attn_scalar", ".attention.scale"}, /* its square root divides the scores */
+        {"query_pre_attn_scalar", ".attention.scale"}, /* scores are divided by its square root */
         {"logits_scaling", ".logit_scale"},
         {"attn_logit_softcapping", ".attn_logit_softcapping"},
         {"final_logit_softcapping", ".final_logit_softcapping"},
@@ -8915,8 +8895,8 @@ static bool llm__folder_copy(const llm__folder *f, llm__metadata *m, const char 
     return true;
 }
 
-/* Translate how many experts there are, how many serve a token, and their width. Which layers have
- * experts (mlp_only_layers, decoder_sparse_step) shows in their tensors. */
+/* Translate the number of experts, how many a token uses, and their width. The tensors show which
+ * layers have experts (mlp_only_layers, decoder_sparse_step). */
 static bool llm__folder_experts(llm__folder *f, llm__metadata *m, int hidden) {
     const llm_json_node *config = f->config.nodes;
     const unsigned traits = f->architecture->traits;
@@ -8961,7 +8941,7 @@ static bool llm__folder_parallel(const llm__folder *f) {
                       f->architecture->traits & LLM__PARALLEL);
 }
 
-/* Translate what MPT says of its attention. */
+/* Translate MPT's attention settings. */
 static bool llm__folder_alibi(const llm__folder *f, llm__metadata *m) {
     const llm_json_node *config = f->config.nodes, *a = llm__folder_entry(config, "attn_config"),
                         *type = llm__folder_entry(a, "attn_type"),
@@ -9013,7 +8993,7 @@ static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
         return llm__bad(f->file, "config.json says %d layers, but there are only %llu tensors",
                         f->n_layers, (llm__big)f->file->n_tensors);
     if (f->head_dim > 1 << 20)
-        return llm__bad(f->file, "config.json says heads of %d numbers, which is absurd",
+        return llm__bad(f->file, "config.json gives heads of %d numbers, which is impossible",
                         f->head_dim);
     llm__note_u32(m, ".attention.value_length", (uint32_t)f->head_dim);
     llm__note_f32(m,
@@ -9038,7 +9018,7 @@ static const llm_file *llm__folder_find_shard(const llm__folder *f, llm_string n
     return NULL;
 }
 
-/* Map a safetensors file of the folder and read its header, unless that is done already. */
+/* Map a safetensors file of the folder and read its header, unless already done. */
 static bool llm__folder_shard(llm__folder *f, llm_string name) {
     char copy[256];
     llm_file *file = f->file;
@@ -9116,7 +9096,7 @@ static llm_tensor *llm__folder_rename(llm__folder *f, const llm_tensor *source, 
     return t;
 }
 
-/* A tensor's data, or a copy of it if it is not aligned as kernels need. */
+/* A tensor's data or, if it is not aligned as kernels need, a copy. */
 static const void *llm__folder_aligned(const llm__folder *f, const llm_tensor *source) {
     if ((uintptr_t)source->data % (uintptr_t)llm__dtype_of(source)->bytes == 0) return source->data;
     void *copy = llm__new((size_t)source->bytes, 1, "a tensor that is not aligned", f->file->error);
@@ -9178,7 +9158,8 @@ static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const c
  *     AWQ   qweight (cols, rows/8): eight rows in an int32, in the order 0 2 4 6 1 3 5 7 from the
  *           lowest bits. qzeros is packed in the same way.
  *
- * Both become q4_0 if every zero is 8 (symmetric), else q4_Z, with exactly the same values. */
+ * Both become q4_0 if every zero point is 8 (symmetric), else q4_Z, with exactly the same
+ * values. */
 
 typedef struct llm__int4 {
     bool awq, zeros_less_one; /* AWQ (false: GPTQ); whether `zeros` holds zero - 1 */
@@ -9205,7 +9186,7 @@ enum {
 
 /* Fill a tile of bytes (PAIRS, ROWS) from n rows and one block of columns. As in q4_0, the byte at
  * (k, row) has column k in its low nibble and k + 16 in its high nibble. An AWQ word holds eight
- * rows. To process whole words, a line of the tile holds the rows of all even nibbles, then those
+ * rows: to process whole words, a line of the tile holds the rows of all even nibbles, then those
  * of all odd ones. */
 static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column,
                                uint8_t *tile) {
@@ -9248,8 +9229,8 @@ static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, in
     }
 }
 
-/* Transpose (PAIRS, ROWS) to (ROWS, PAIRS). A pass interleaves the two halves of the tile: the top
- * bit of each index becomes the lowest. A pair's index has four bits, hence four passes. */
+/* Transpose (PAIRS, ROWS) to (ROWS, PAIRS). Each pass interleaves the two halves of the tile: the
+ * top bit of each index becomes the lowest. A pair's index has four bits, hence four passes. */
 static void llm__int4_transpose(uint8_t *tile) {
     enum { HALF = LLM__INT4_ROWS * LLM__INT4_PAIRS / 2 };
     uint8_t shuffled[2 * HALF], *from = tile, *to = shuffled;
@@ -9261,8 +9242,8 @@ static void llm__int4_transpose(uint8_t *tile) {
     }
 }
 
-/* Set heads to the first bytes of a block in each of n rows: the group's scale and zero point, 16
- * bits each. */
+/* Set heads to the start of a block in each of n rows: the group's scale and zero point, 16 bits
+ * each. */
 static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group,
                             uint8_t heads[LLM__INT4_ROWS][4]) {
     for (int64_t i = 0; i < n; i++) {
@@ -9272,8 +9253,8 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
 }
 
 /* Convert n rows, all of one tile, to blocks of q4_0 or q4_Z. The matrix is stored transposed, so
- * one block of columns at a time is converted for all rows. A word holds eight rows: the tile is
- * filled with whole words, but only the n rows are written. */
+ * each block of columns is converted for all rows at once. Words hold eight rows: the tile has
+ * whole words, but only the n rows are written. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type,
                            uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
@@ -9325,7 +9306,7 @@ static const llm_tensor *llm__folder_int4_source(llm__folder *f, const char *mod
     return NULL;
 }
 
-/* Set m->columns, unless the columns are in order. The file owns the array. */
+/* Set m->columns, unless the columns are in order already. The file owns the array. */
 static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
     int64_t size = m->cols / m->n_groups;
     bool ok = true, ordered = true;
@@ -9355,7 +9336,6 @@ static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module
     return ok;
 }
 
-/* The entry that names the packing format, under one of several keys; NULL: absent. */
 static const llm_json_node *llm__int4_format(const llm_json_node *quantization) {
     static const char *const keys[] = {"checkpoint_format", "format", "version"};
     const llm_json_node *format = NULL;
@@ -9363,8 +9343,7 @@ static const llm_json_node *llm__int4_format(const llm_json_node *quantization) 
     return format;
 }
 
-/* Find the three or four tensors of a matrix, and check that their shapes agree. Returns qweight;
- * on failure, sets the error and returns NULL. */
+/* Find the three or four tensors of a matrix and check their shapes. Returns qweight, or NULL. */
 static const llm_tensor *llm__folder_int4_sources(llm__folder *f, llm__int4 *m,
                                                   const char *module) {
     const llm_json_node *q = llm_json_member(f->config.nodes, "quantization_config");
@@ -9532,7 +9511,6 @@ static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
     llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
     llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
 }
-/* Read quantization_config; refuse unsupported settings. */
 static bool llm__folder_quantization(llm__folder *f) {
     static const char known[] =
         "quant_method bits group_size desc_act sym checkpoint_format zero_point version data_type "
@@ -9578,7 +9556,7 @@ static bool llm__all_zero(const llm_tensor *source) {
     return true;
 }
 
-/* Does the architecture or config.json require this part? experts: of a layer with experts */
+/* Does the architecture or config.json require this part? experts: the layer has experts. */
 static bool llm__folder_wants(const llm__folder *f, int part, bool experts) {
     unsigned wanted = f->architecture->required, optional = f->architecture->optional;
     bool biased = f->architecture->traits & LLM__BIASED;
@@ -9589,7 +9567,7 @@ static bool llm__folder_wants(const llm__folder *f, int part, bool experts) {
     return llm__wants_part(wanted, part, experts, f->architecture->traits & LLM__SHARED_EXPERT);
 }
 
-/* Report that X.weight is missing and, if there is X.qweight, why that is not used. */
+/* Report that X.weight is missing and, if there is X.qweight, why that cannot be used. */
 static bool llm__folder_missing(const llm__folder *f, const char *name) {
     char quantized[160];
     snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")),
@@ -9605,7 +9583,7 @@ static bool llm__folder_missing(const llm__folder *f, const char *name) {
             : "but config.json has no quantization_config, which says how");
 }
 
-/* Find the tensor with this name, or what the architecture calls it, which replaces the name. It
+/* Find the tensor with this name, which may be replaced by the architecture's own. The file's name
  * may lack the prefix "transformer.". */
 static const llm_tensor *llm__folder_find(const llm__folder *f, char name[LLM__SOURCE_NAME]) {
     llm__folder_name(f, name);
@@ -9614,8 +9592,7 @@ static const llm_tensor *llm__folder_find(const llm__folder *f, char name[LLM__S
     return t || strncmp(name, "transformer.", n) ? t : llm_file_find_tensor(f->file, name + n);
 }
 
-/* Reorder the rows of the latest tensor from those of q, k and v of each head to those of q, of k
- * and of v. */
+/* Reorder the rows of the latest tensor: from q, k, v of each head to all q, all k, all v. */
 static bool llm__folder_by_part(const llm__folder *f) {
     llm_tensor *t = &f->tensors[f->n_tensors - 1];
     uint64_t rows = t->dims[t->n_dims - 1], heads = (uint64_t)f->n_heads,
@@ -9633,7 +9610,6 @@ static bool llm__folder_by_part(const llm__folder *f) {
     return llm__add_memory(f->file, copy);
 }
 
-/* Append a tensor of a layer, with this GGUF name. */
 static bool llm__folder_layer_tensor(llm__folder *f, char source_name[LLM__SOURCE_NAME],
                                      const char *name, bool vector) {
     const llm_tensor *source = llm__folder_find(f, source_name);
@@ -9643,7 +9619,6 @@ static bool llm__folder_layer_tensor(llm__folder *f, char source_name[LLM__SOURC
     return llm__folder_int4(f, name, source_name);
 }
 
-/* Append the matrices of a layer's experts. */
 static bool llm__folder_layer_experts(llm__folder *f, int layer) {
     static const char *const names[] = {"gate", "up", "down"};
     for (int i = 0; i < 3 * f->n_experts; i++) {
@@ -9660,7 +9635,7 @@ static bool llm__folder_part(llm__folder *f, int layer, int part) {
     const llm__part_row *row = &llm__parts()[part];
     bool vector = row->rows == LLM__ONE;
     char name[LLM__TENSOR_NAME], source_name[LLM__SOURCE_NAME];
-    /* with norms after the blocks too, the FFN norm has another name */
+    /* with norms after the blocks as well, the FFN norm has another name */
     bool second = part == LLM__FFN_NORM && f->architecture->required & LLM__POST_NORMS;
     bool by_head = f->architecture->traits & LLM__BY_HEAD &&
                    (part == LLM__QKV || part == LLM__QKV_BIAS);
@@ -9703,7 +9678,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
         if (i >= 2 && !llm__has_end(f->architecture, i - 2)) continue;
         snprintf(source_name, sizeof source_name, "%s", names[1]);
         const llm_tensor *source = llm__folder_find(f, source_name);
-        if (i == 1 && tied) { /* some files have it anyway */
+        if (i == 1 && tied) { /* may be in the file all the same */
             if (source) llm__folder_use(f, source);
             continue;
         }
@@ -9725,7 +9700,7 @@ static bool llm__folder_tensors(llm__folder *f) {
     if (!llm__add_memory(file, f->names) || !llm__folder_ends_of_stack(f)) return false;
     for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
         if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
-    for (size_t i = 0; i < n; i++) { /* old files have what repeats config.json, and masks */
+    for (size_t i = 0; i < n; i++) { /* old files have masks, and copies of config.json's values */
         static const char *const ends[] = {".rotary_emb.inv_freq", ".attention.bias",
                                            ".attention.masked_bias"};
         for (int k = 0; k < 3; k++) f->used[i] |= llm__ends_with(file->tensors[i].name, ends[k]);
@@ -9849,8 +9824,8 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     return length;
 }
 
-/* Tables of Unicode: general categories, case foldings, combining classes and decompositions, in
- * this order, as numbers that tests/unicode_tables.py describes, compressed. */
+/* Unicode tables, compressed: general categories, case foldings, combining classes and
+ * decompositions, in this order. tests/unicode_tables.py describes the encoding. */
 /* BEGIN tables made by tests/unicode_tables.py, Unicode 16.0.0 */
 enum {
     LLM__N_RUNS = 3585, LLM__N_FOLDS = 1481, LLM__N_COMBINING = 333,
@@ -10001,16 +9976,16 @@ static const char *const llm__unicode_tables[] = {
 "m+_t7q    "};
 /* END tables made by tests/unicode_tables.py */
 
-typedef struct llm__unpacker { /* a decoder of this table, a binary range coder */
-    const char *const *line, *at; /* the next 13 bits: two characters */
+typedef struct llm__unpacker { /* binary range decoder for these tables */
+    const char *const *line, *at; /* the next characters: two hold 13 bits */
     uint64_t range, code;    /* code < range */
-    uint16_t odds[37][128];  /* of a bit 0, in 2048ths, by column and context */
+    uint16_t odds[37][128];  /* probability of a 0 bit in 1/2048, by column and context */
 } llm__unpacker;
 
 static void llm__refill(llm__unpacker *p) {
     uint64_t digit = 0;
     if (!*p->at) p->at = *++p->line;
-    for (int i = 0; i < 2; i++) { /* space to ~, without four that C or tools may misread */
+    for (int i = 0; i < 2; i++) { /* base 91: without four characters that tools may misread */
         int c = *p->at++;
         digit = digit * 91 +
                 (uint64_t)(c - ' ' - (c > '"') - (c > '*') - (c > '?') - (c > '\\'));
@@ -10028,7 +10003,7 @@ static uint32_t llm__unpack_bit(llm__unpacker *p, uint16_t *odds) {
     return bit;
 }
 
-/* A number of a column: its length in bits, then its bits after the first one. */
+/* Decode a number of this column: its length in bits, then the bits after its leading 1. */
 static uint32_t llm__unpack(llm__unpacker *p, uint32_t column) {
     uint16_t *odds = p->odds[column];
     uint32_t length = 1, n;
@@ -10046,8 +10021,8 @@ enum { LLM__N_CATEGORIES = 13 };
 static const char *const llm__categories[] = {"C", "Lu", "Ll", "Lt", "Lm", "Lo", "M",
                                               "Nd", "N", "Pc", "P", "S", "Z"};
 
-typedef struct llm__unicode {            /* the first two tables, unpacked */
-    llm__unpacker rest;                  /* the others */
+typedef struct llm__unicode {            /* the first two tables, decoded */
+    llm__unpacker rest;                  /* decoder for the other tables */
     uint32_t ends[LLM__N_RUNS];          /* first code point after each run of one category */
     uint8_t categories[LLM__N_RUNS];     /* index in llm__categories of each run */
     uint32_t folds[LLM__N_FOLDS][2];     /* code point and its simple case folding */
@@ -10075,7 +10050,7 @@ static llm__unicode *llm__unicode_create(llm_error *err) {
     return u;
 }
 
-/* How many of the n sorted values (a step apart) are at most c. */
+/* How many of n sorted values, `step` apart in memory, are at most c. */
 static int llm__rank(const uint32_t *values, int n, int step, uint32_t c) {
     int low = 0, high = n;
     while (low < high) {
@@ -10091,7 +10066,7 @@ static uint32_t llm__fold(const llm__unicode *u, uint32_t c) {
     return i >= 0 && u->folds[i][0] == c ? u->folds[i][1] : c;
 }
 
-/* The lower case of c: the folding of what is upper case, except Cherokee, which folds up. */
+/* The lower case of c: an upper-case character's folding, except for Cherokee, which folds up. */
 static uint32_t llm__lower_case(const llm__unicode *u, uint32_t c) {
     int category = u->categories[llm__rank(u->ends, LLM__N_RUNS, 1, c)];
     if (c >= 0x13A0 && c < 0x13F6) return c < 0x13F0 ? c + 0x97D0 : c + 8;
@@ -10108,13 +10083,13 @@ static bool llm__is_space(uint32_t c) {
 }
 
 /* ---- Regular expressions ----
- * They split text into words, and mean what they mean in Hugging Face's library: Oniguruma's syntax
- * and semantics, without look-behind and references to groups. An expression is compiled to a list
- * of nodes. The matcher takes the first way through them that matches, and keeps the other ways in
- * a list of frames. Its steps are bounded: a text takes linear time, or is an error. */
+ * They split text into words. Syntax and semantics are Oniguruma's, as in Hugging Face's library,
+ * without look-behind and back-references. An expression is compiled to a list of nodes. The
+ * matcher takes the first path that matches and keeps the alternatives in a list of frames. Its
+ * steps are bounded: a text takes linear time, or fails. */
 
-typedef struct llm__set { /* of characters; LLM__UTF8_INVALID stands for each invalid byte */
-    struct llm__set *next; /* of the same expression */
+typedef struct llm__set { /* a set of characters; LLM__UTF8_INVALID represents any invalid byte */
+    struct llm__set *next; /* next set of the same expression */
     uint64_t bits[LLM__UTF8_INVALID / 64 + 1];
 } llm__set;
 
@@ -10122,7 +10097,7 @@ enum { /* kinds of nodes; offsets are relative to the node */
     LLM__NODE_RUN,    /* a to b characters of a set, as many as possible */
     LLM__NODE_EITHER, /* go on at offset a or, if that fails, at b */
     LLM__NODE_JUMP,   /* go on at offset a */
-    LLM__NODE_AHEAD, LLM__NODE_NOT_AHEAD, LLM__NODE_ATOMIC, /* match up to MATCH; go on at a */
+    LLM__NODE_AHEAD, LLM__NODE_NOT_AHEAD, LLM__NODE_ATOMIC, /* match up to MATCH, then go on at a */
     LLM__NODE_MATCH,
     LLM__NODE_BEGIN, LLM__NODE_END, LLM__NODE_LAST, LLM__NODE_LINE_BEGIN, LLM__NODE_LINE_END,
     LLM__NODE_BORDER  /* \A \z \Z ^ $ \b */
@@ -10130,7 +10105,7 @@ enum { /* kinds of nodes; offsets are relative to the node */
 enum { LLM__NODES_MOST = 20000, LLM__SETS_MOST = 200, LLM__DEPTH_MOST = 100 };
 
 typedef struct llm__node {
-    int32_t kind, a, b;  /* LLM__NODE_*; offsets, or the length of a run */
+    int32_t kind, a, b;  /* LLM__NODE_*; offsets, or least and most characters of a run */
     const llm__set *set; /* of RUN and BORDER; NULL: the characters in codes */
     uint32_t codes[4];   /* a character, and those with the same case folding */
 } llm__node;
@@ -10139,11 +10114,11 @@ typedef struct llm__expression {
     llm_string source;
     llm__node *nodes;    /* (n_nodes) */
     int64_t n_nodes, capacity;
-    llm__set *sets;      /* a list */
+    llm__set *sets;      /* linked list */
 } llm__expression;
 
 typedef struct llm__compiler {
-    const uint8_t *at, *end; /* what is not read yet */
+    const uint8_t *at, *end; /* source not parsed yet */
     llm__expression *e;
     const llm__unicode *u;
     const char *name;        /* path of the file, for errors */
@@ -10170,7 +10145,7 @@ static void llm__include(llm__set *set, uint32_t first, uint32_t last) {
         else set->bits[c / 64] |= (uint64_t)1 << c % 64;
 }
 
-/* Include the part or, if `others`, what is not in it. */
+/* Include the part or, if `others`, its complement. */
 static void llm__join_set(llm__set *set, const llm__set *part, bool others) {
     for (size_t i = 0; part && i < sizeof set->bits / 8; i++)
         set->bits[i] |= others ? ~part->bits[i] : part->bits[i];
@@ -10184,7 +10159,6 @@ static llm__set *llm__new_set(llm__compiler *c) {
     return c->e->sets = set;
 }
 
-/* Free the latest set. */
 static void llm__drop_set(llm__compiler *c) {
     llm__set *set = c->e->sets;
     c->e->sets = set->next;
@@ -10192,7 +10166,7 @@ static void llm__drop_set(llm__compiler *c) {
     LLM_FREE(set);
 }
 
-/* Add a node before the one at index `at`. Offsets within what moves stay right. */
+/* Add a node before the one at index `at`. Nodes that move keep their offsets to each other. */
 static llm__node *llm__insert(llm__compiler *c, int64_t at, int kind) {
     llm__expression *e = c->e;
     if (e->n_nodes == LLM__NODES_MOST) llm__bad_expression(c);
@@ -10242,7 +10216,7 @@ static int32_t llm__take_number(llm__compiler *c, int base, int most) {
 
 static llm__set *llm__parse_class(llm__compiler *c);
 
-/* Include what \s, \d, \w or \p{name} means, or what it does not. */
+/* Include the class \s, \d, \w or \p{name} or, if negated, its complement. */
 static void llm__include_name(llm__compiler *c, llm__set *set, llm_string name, bool negated) {
     static const char *const classes[][2] = {
         {"s", "\t-\r \\x85\u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000]"},
@@ -10278,7 +10252,7 @@ static void llm__include_name(llm__compiler *c, llm__set *set, llm_string name, 
     if (part) llm__drop_set(c);
 }
 
-/* After a backslash: a character, which is returned, or a class, which is included in the set. */
+/* Parse what follows a backslash: return a character, or include a class in the set. */
 static uint32_t llm__parse_escape(llm__compiler *c, llm__set *set, bool in_class) {
     static const char letters[] = "nrtfvae", codes[] = "\n\r\t\f\v\a\x1B";
     llm_string name = {(const char *)c->at, 1};
@@ -10306,7 +10280,7 @@ static uint32_t llm__parse_escape(llm__compiler *c, llm__set *set, bool in_class
     return (uint32_t)code;
 }
 
-/* After "[": items and nested classes, joined; && intersects what is on its sides. */
+/* Parse a class, after its "[": the union of items and nested classes; && intersects. */
 static llm__set *llm__parse_class(llm__compiler *c) {
     llm__set *all = llm__new_set(c), *part = llm__new_set(c);
     bool negated = llm__take(c, "^"), more = true;
@@ -10316,7 +10290,7 @@ static llm__set *llm__parse_class(llm__compiler *c) {
     for (bool begins = true; more && !c->failed; begins = false) {
         more = begins || !llm__take(c, "]");
         if (!more || llm__take(c, "&&")) {
-            for (int k = 0; c->folds && k < 2; k++) /* add what folds to the same */
+            for (int k = 0; c->folds && k < 2; k++) /* add characters with the same folding */
                 for (int i = 0; i < LLM__N_FOLDS; i++)
                     if (llm__has(part, c->u->folds[i][k]))
                         llm__include(part, c->u->folds[i][!k], c->u->folds[i][!k]);
@@ -10354,7 +10328,7 @@ static llm__set *llm__parse_class(llm__compiler *c) {
 /* The functions that follow parse a part and return whether it can match an empty text. */
 static bool llm__parse_alternatives(llm__compiler *c);
 
-/* After "(". */
+/* Parse a group, after its "(". */
 static bool llm__parse_group(llm__compiler *c) {
     static const char *const kinds[] = {"?=", "?!", "?>", "?:", "?i", "?-i", ""};
     int64_t start = c->e->n_nodes;
@@ -10363,7 +10337,7 @@ static bool llm__parse_group(llm__compiler *c) {
     while (!llm__take(c, kinds[kind])) kind++;
     bool option = kind == 4 || kind == 5, rest = false;
     if (option) c->folds = kind == 4;
-    if (option && !llm__take(c, ":")) rest = true; /* it holds to the end of the group around it */
+    if (option && !llm__take(c, ":")) rest = true; /* for the rest of the group around it */
     if (rest && !llm__take(c, ")")) llm__bad_expression(c);
     if (kind == 6 && llm__take(c, "?")) llm__bad_expression(c);
     if (kind < 3) llm__emit_node(c, LLM__NODE_AHEAD + kind);
@@ -10412,7 +10386,7 @@ static bool llm__parse_atom(llm__compiler *c) {
     return false;
 }
 
-/* Repeat the nodes from `start` on, least to most times; most < 0: endlessly. */
+/* Repeat the nodes from `start` on, least to most times; most < 0: without limit. */
 static void llm__repeat(llm__compiler *c, int64_t start, int32_t least, int32_t most, bool lazy) {
     llm__node *body = c->e->nodes + start;
     int32_t n = (int32_t)(c->e->n_nodes - start);
@@ -10438,7 +10412,7 @@ static void llm__repeat(llm__compiler *c, int64_t start, int32_t least, int32_t 
     LLM_FREE(copy);
 }
 
-/* Read * + ? {2} {2,} {,2} {2,3}; false: there is none. *most < 0: endlessly. */
+/* Read * + ? {2} {2,} {,2} {2,3}; false: there is none. *most < 0: without limit. */
 static bool llm__parse_count(llm__compiler *c, int32_t *least, int32_t *most, bool *braces) {
     const uint8_t *before = c->at;
     *least = llm__take(c, "+");
@@ -10525,8 +10499,8 @@ static llm__expression *llm__expression_create(const llm__unicode *u, llm_string
     return NULL;
 }
 
-typedef struct llm__frame { /* another way to go on, taken if the current one fails */
-    int32_t node, at, low; /* node and position; after a RUN, that position and all down to low */
+typedef struct llm__frame { /* an alternative, tried if the current path fails */
+    int32_t node, at, low; /* where to resume; after a RUN, at each position from at down to low */
 } llm__frame;
 
 typedef struct llm__matcher {
@@ -10585,7 +10559,7 @@ static bool llm__anchored(const llm__matcher *m, const llm__node *node, int32_t 
     }
 }
 
-/* Match from the node on; returns the end of the match, -1: none (m->failed: an error). */
+/* Match from this node on; returns the end of the match, -1: none (m->failed: an error). */
 static int32_t llm__match(llm__matcher *m, int64_t node, int32_t at) {
     int64_t base = m->n_frames;
     for (;;) {
@@ -10629,8 +10603,8 @@ static int32_t llm__match(llm__matcher *m, int64_t node, int32_t at) {
     }
 }
 
-/* Find the first match at or after *begin. As in Oniguruma's library, an empty match right after
- * the previous one (which ended at `after`) does not count. */
+/* Find the first match at or after *begin. As in Oniguruma, an empty match right after the previous
+ * one (which ended at `after`) does not count. */
 static bool llm__find(llm__matcher *m, int32_t after, int32_t *begin, int32_t *end) {
     uint32_t c;
     for (;; *begin += llm__next_char(m, *begin, &c)) {
@@ -10643,8 +10617,8 @@ static bool llm__find(llm__matcher *m, int32_t after, int32_t *begin, int32_t *e
 /* ---- Normal forms C and KC ----
  * Some tokenizers convert text to NFC (Unicode Standard Annex 15): a letter and its accents become
  * one character where possible; the other accents are sorted. NFKC also replaces variants such as
- * full-width letters. A stable character never changes and never composes with the character before
- * it. So only unstable characters, and the stable one before them, are decomposed, sorted and
+ * full-width letters. A stable character never changes and never composes with the one before it.
+ * So only unstable characters, and the stable one before them, are decomposed, sorted and
  * composed. */
 
 enum { /* Korean syllables are composed by arithmetic */
@@ -10656,14 +10630,14 @@ typedef struct llm__decomposition {
     uint32_t whole, first, second; /* code points */
 } llm__decomposition;
 
-typedef struct llm__normalizer { /* the unpacked tables */
-    uint32_t wholes[LLM__N_DECOMPOSITIONS];  /* (n_wholes) what is decomposed, sorted */
+typedef struct llm__normalizer { /* the decoded tables */
+    uint32_t wholes[LLM__N_DECOMPOSITIONS];  /* (n_wholes) what has one, sorted */
     uint16_t ends[LLM__N_DECOMPOSITIONS];    /* index after the last part of each */
     int n_wholes;
     uint32_t parts[LLM__N_DECOMPOSED];
-    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* (n_together) composable, by parts */
+    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* (n_together) pairs that compose */
     int n_together;
-    uint32_t marks[2 * LLM__N_COMBINING];    /* borders of runs of one combining class */
+    uint32_t marks[2 * LLM__N_COMBINING];    /* start and end of each run of one combining class */
     uint8_t mark_classes[LLM__N_COMBINING];  /* combining class of each run */
     llm__set unstable;
 } llm__normalizer;
@@ -10702,7 +10676,7 @@ static llm__normalizer *llm__normalizer_create(bool compatible, llm_error *err) 
     }
     LLM_FREE(u);
     if (!n) return NULL;
-    for (int i = 0; i < n->n_together; i++) /* only in NFKC: what is composed changes */
+    for (int i = 0; i < n->n_together; i++) /* NFKC also changes what composes from unstable ones */
         if (llm__has(&n->unstable, n->together[i].first))
             llm__include(&n->unstable, n->together[i].whole, n->together[i].whole);
     llm__include(&n->unstable, LLM__HANGUL_V, LLM__HANGUL_V + LLM__HANGUL_N_V - 1);
@@ -10871,7 +10845,7 @@ struct llm_tokenizer {
     uint64_t seed;             /* random seed of both tables: no file can force collisions */
     int32_t bytes[256];        /* id of each byte's token; -1: none */
     int16_t spelled[324];      /* byte spelled by each code point; -1: none */
-    struct llm__text_step *steps;   /* (n_steps) what is done to a text before words are merged */
+    struct llm__text_step *steps;   /* (n_steps) rewrite a text and split it into words */
     int64_t n_steps, step_capacity;
     llm__unicode *unicode;     /* NULL: no step needs it */
     bool ignores_merges;       /* a word that is a token is used without merging */
@@ -10879,7 +10853,7 @@ struct llm_tokenizer {
     int32_t bos, eos, unknown; /* token ids; -1: none */
     bool adds_bos, adds_eos, drops_space; /* drops_space: decoding removes the leading space */
     llm_string chat_source;    /* source of the chat template, in Jinja */
-    const llm_string **specials[2]; /* sorted texts: [0] user-defined tokens, [1] special too */
+    const llm_string **specials[2]; /* sorted texts: [0] user-defined; [1] all */
     int64_t n_specials[2];
     bool special_begins[2][256]; /* [i][b]: some text in specials[i] begins with byte b */
 };
@@ -10910,7 +10884,7 @@ static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t le
     return &t->merges[slot];
 }
 
-/* The size of a hash table with a third of its slots free, so that searches are short. */
+/* The size of a hash table with at least a third of its slots free, so that searches are short. */
 static uint64_t llm__table_size(uint64_t entries) {
     uint64_t size = 16;
     while (size < entries + entries / 2) size *= 2;
@@ -10946,7 +10920,7 @@ static bool llm__load_texts(llm_tokenizer *t) {
     size_t cursor = 0;
     for (int32_t id = 0; id < t->size && llm_value_string(tokens, &cursor, &t->texts[id]); id++) {
         uint64_t slot = llm__token_slot(t, t->texts[id]);
-        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of equal texts, the lowest id counts */
+        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of equal texts, the lowest id wins */
         if (t->texts[id].length > t->longest) t->longest = t->texts[id].length;
     }
     return true;
@@ -11081,7 +11055,8 @@ static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, in
     return *id = (int32_t)number, true;
 }
 
-/* Some files give an end token the kind "normal". In angle brackets, it is special. */
+/* Some files give end tokens the kind "normal". Those in angle brackets are special all the
+ * same. */
 static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
     if (id < 0) return;
     llm_string s = t->texts[id];
@@ -11148,26 +11123,26 @@ static bool llm__is_text(llm_string s, const char *text) {
 }
 
 /* ---- Steps: from text to words ----
- * What is done to a text before its words are merged, as tokenizer.json describes it. Each step is
- * a line of text: a name, and what follows a space.
+ * What happens to a text before its words are merged, in the terms of tokenizer.json. Each step is
+ * a line of text: a name and, after a space, its argument.
  *
  *     NFC, NFKC, Lowercase      rewrite the text
  *     Charsmap                  replace characters by SentencePiece's table in
  *                               tokenizer.ggml.precompiled_charsmap; !Charsmap: as Hugging Face's
  *                               library uses the table
- *     Spell                     write each byte as in a byte-level vocabulary; !Spell: back
+ *     Spell                     write each byte as in a byte-level vocabulary; !Spell: the reverse
  *     Strip-left, Strip-right   remove white space at the start, at the end
  *     Prepend X                 write X before the text; Prepend-start: only at the start and after
- *                               control tokens; Prepend-first: only at the start, and not if it is
- *                               there; Prepend-each: if it is not there
- *     Replace X^AE              replace what the expression E matches by X (^A is the byte 1)
- *     Isolated E                split: each match of E is a piece, and each text between matches;
- *                               Removed: matches are dropped; Contiguous: matches next to each
- *                               other are one piece; MergedWithPrevious, MergedWithNext: a match
- *                               joins the text before or after it. With "!" before the name, the
- *                               matches are what E does not match.
+ *                               control tokens; Prepend-first: only at the start, unless it is
+ *                               already there; Prepend-each: unless it is already there
+ *     Replace X^AE              replace each match of the expression E by X (^A is the byte 1)
+ *     Isolated E                split: matches of E and the texts between them are pieces;
+ *                               Removed: matches are dropped; Contiguous: adjacent matches are one
+ *                               piece; MergedWithPrevious, MergedWithNext: a match joins the text
+ *                               before or after it. With "!" before the name, the texts between
+ *                               matches count as the matches.
  *
- * GGUF has a name instead of steps (tokenizer.ggml.pre), which the table below translates. */
+ * GGUF names a rule instead (tokenizer.ggml.pre); the table below gives its steps. */
 
 enum { /* kinds of steps, in the order of llm__step_names */
     LLM__STEP_ISOLATED, LLM__STEP_REMOVED, LLM__STEP_CONTIGUOUS, LLM__STEP_PREVIOUS,
@@ -11220,7 +11195,7 @@ static const char llm__escape[] = "Replace \u2581\1 ";
 enum { LLM__RULE_NO_MERGES = 1, LLM__RULE_BOS = 2 };
 static const struct llm__rule {
     const char *names;      /* values of tokenizer.ggml.pre */
-    unsigned flags;         /* a word that is a token is not merged; BOS is added */
+    unsigned flags;         /* bits LLM__RULE_* */
     const char *steps[6];
 } llm__rules[] = {
     {"gpt-2 gpt2 phi-2 olmo mpt jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum "
@@ -11266,7 +11241,7 @@ static const struct llm__rule {
     {"kimi-k2", 0,
      {"Isolated [\\p{Han}]+|" LLM__CASES("&&[^\\p{Han}]", LLM__ENDINGS "?") "\\p{N}{1,3}"
       LLM__REST}},
-    {"deepseek-llm", 0, /* the scripts with upper and lower case, in an earlier Unicode */
+    {"deepseek-llm", 0, /* scripts with upper and lower case, in an earlier Unicode version */
      {"Isolated [\\r\\n]",
       "Isolated \\s?[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C8A\u2D00-\u2D2D"
       "\uA790-\uAB68\U00010570-\U000105BC\U00010D50-\U00010D85\U00016E40-\U0001DF2A]]+",
@@ -11310,8 +11285,8 @@ static uint32_t llm__charsmap_unit(llm_string table, uint64_t i) {
     return unit;
 }
 
-/* A table that replaces characters: the length of a trie, the trie, and replacements, each of which
- * ends in a 0. */
+/* Find the Charsmap table: the length of a trie, the trie, and the replacements, each of which ends
+ * in a 0 byte. */
 static bool llm__load_charsmap(const llm_tokenizer *t, llm_string *table) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.precompiled_charsmap");
     table->data = value ? (const char *)value->data : NULL;
@@ -11321,7 +11296,6 @@ static bool llm__load_charsmap(const llm_tokenizer *t, llm_string *table) {
            llm__bad(&t->in, "there is no valid tokenizer.ggml.precompiled_charsmap");
 }
 
-/* Append a step to t->steps. */
 static bool llm__add_step(llm_tokenizer *t, llm_string line) {
     if (!llm__add_record(&t->steps, t->n_steps, &t->step_capacity, sizeof *t->steps,
                          "the tokenizer's steps", t->in.error))
@@ -11343,7 +11317,7 @@ static bool llm__add_step(llm_tokenizer *t, llm_string line) {
     }
     if (step->kind >= LLM__N_STEPS || t->n_steps == LLM__STEPS_MOST ||
         (step->kind <= LLM__STEP_REPLACE && expression == end))
-        return llm__bad(&t->in, "tokenizer.llm.steps has the unknown or 33rd step '%s'",
+        return llm__bad(&t->in, "tokenizer.llm.steps has a step that is unknown or the 33rd: '%s'",
                         llm__show(line).text);
     t->n_steps++;
     if (!t->unicode && !(t->unicode = llm__unicode_create(t->in.error))) return false;
@@ -11357,7 +11331,7 @@ static bool llm__add_step(llm_tokenizer *t, llm_string line) {
     return step->normalizer != NULL;
 }
 
-/* Is the name one of the rule's, which have spaces between them? */
+/* Is the name in the rule's list, which is separated by spaces? */
 static bool llm__is_rule(const struct llm__rule *rule, llm_string name) {
     for (const char *at = rule->names; *at; at += strcspn(at, " "), at += *at == ' ') {
         llm_string one = {at, strcspn(at, " ")};
@@ -11379,7 +11353,7 @@ static bool llm__joins_spaces(const llm_tokenizer *t) {
     return false;
 }
 
-/* Read the steps, and what their name implies. */
+/* Read the file's steps or, if it has none, the rule's; and flags. */
 static bool llm__load_steps(llm_tokenizer *t, const struct llm__rule *rule) {
     const llm_value *steps = llm_file_find(t->file, "tokenizer.llm.steps");
     llm_string line;
@@ -11410,7 +11384,7 @@ static bool llm__load_steps(llm_tokenizer *t, const struct llm__rule *rule) {
            llm__add_step(t, llm__string("Isolated \u2581+[^\u2581]*|[^\u2581]+"));
 }
 
-/* Read the kind of the vocabulary and, if it has one, its rule for words. */
+/* Read the vocabulary's kind and, if it has one, the rule that splits words. */
 static bool llm__load_model(llm_tokenizer *t, const struct llm__rule **rule) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.pre");
     llm_string model = {"", 0}, name = {"gemma4", 6};
@@ -11436,9 +11410,9 @@ static bool llm__load_model(llm_tokenizer *t, const struct llm__rule **rule) {
     if (*rule || llm_file_find(t->file, "tokenizer.llm.steps")) return true;
     /* Early Llama 3 files name no rule. Guessing would silently split some words wrongly. */
     if (!value || llm__is_text(name, "default"))
-        return llm__unsupported(&t->in, "the vocabulary does not say by which rule words are split "
-                                "(tokenizer.ggml.pre is %s), as in files that early converters "
-                                "made; get a newer conversion of the model",
+        return llm__unsupported(&t->in, "the file does not name the rule that splits words "
+                                "(tokenizer.ggml.pre is %s), as after early converters; get a "
+                                "newer conversion of the model",
                                 value ? "'default', whatever the model" : "missing");
     return llm__unsupported(&t->in, "the tokenizer splits words by the rule '%s', which is not "
                             "known", llm__show(name).text);
@@ -11533,11 +11507,11 @@ llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
 }
 
 /* ---- tokenizer.json ----
- * Hugging Face's format: a vocabulary, merges, and the steps normalizer, pre_tokenizer, model,
- * post_processor and decoder. The result is a list of GGUF values. A setting without a key in GGUF
- * gets one of these, after "tokenizer.llm.":
+ * Hugging Face's format: a vocabulary, merges, and five stages: normalizer, pre_tokenizer, model,
+ * post_processor and decoder. It is translated to GGUF values. A setting without a key in GGUF gets
+ * one of these, after "tokenizer.llm.":
  *
- *     steps                     see above; if tokenizer.ggml.pre does not imply them
+ *     steps                     see above; absent if tokenizer.ggml.pre implies them
  *     ignore_merges             bool, likewise
  *     merges                    merges of a "llama" vocabulary, used instead of scores
  *     drops_space               decoding removes the leading space
@@ -11553,8 +11527,8 @@ typedef struct llm__vocabulary {
     int32_t *kinds;          /* (size) LLM__TOKEN_*; 0: no token has this id */
     uint8_t *strips;         /* (size) bits: 1 strips white space before the token, 2 after it */
     double *scores;          /* (size) of Unigram */
-    uint64_t size, n_steps;  /* number of ids, used and unused; of steps */
-    llm__bytes steps, ids;   /* steps as GGUF has strings; an int32_t list being built */
+    uint64_t size, n_steps;  /* number of ids, used or not; number of steps */
+    llm__bytes steps, ids;   /* steps: strings as in GGUF; ids: a list of int32_t being built */
     /* escapes: spaces become U+2581; byte_fallback: the tokens <0x00> to <0xFF> are bytes;
      * rewrites: a normalizer does more than NFC and escaping */
     bool unigram, byte_level, spelled, escapes, byte_fallback, rewrites, drops_space, adds_bos,
@@ -11586,7 +11560,7 @@ static bool llm__replaces(const llm_json_node *node, const char *pattern, const 
            llm_json_is(llm_json_member(node, "content"), content);
 }
 
-/* Add a step: its name, a text, and a pattern, in which a plain text is escaped (NULL: none). */
+/* Add a step with this name, text and pattern (NULL: none). A literal pattern is escaped. */
 static bool llm__put_step(llm__vocabulary *v, const char *name, llm_string text,
                           const llm_json_node *pattern) {
     const llm_json_node *literal = llm_json_member(pattern, "String");
@@ -11615,7 +11589,7 @@ static bool llm__put_line(llm__vocabulary *v, const char *line) {
     return llm__put_step(v, line, llm__string(""), NULL);
 }
 
-/* Read the step or, if it is a Sequence, its steps in the array `key`. */
+/* Read the step or, if it is a Sequence, the steps in its array `key`. */
 static bool llm__read_steps(llm__vocabulary *v, const llm_json_node *node, const char *key,
                             bool (*read)(llm__vocabulary *, const llm_json_node *)) {
     const llm_json_node *steps = llm_json_member(node, key);
@@ -11626,7 +11600,7 @@ static bool llm__read_steps(llm__vocabulary *v, const llm_json_node *node, const
     return true;
 }
 
-/* Write the table, which is in base64. */
+/* Decode the base64 table and write it. */
 static bool llm__put_charsmap(llm__vocabulary *v, llm_string text) {
     uint32_t bits = 0;
     uint8_t *table = (uint8_t *)llm__new(text.length / 4 + 1, 3, "the tokenizer", v->in.error);
@@ -11799,10 +11773,10 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
     if (llm__is_on(token, "single_word", false))
         return llm__unsupported(&v->in, "the added token '%s' is single_word, which is not "
                                 "supported", llm__show(text).text);
-    /* Hugging Face would search for the token as it is after the normalizer, in such a text. */
+    /* Hugging Face's library would search normalized text for the normalized token. */
     if (kind == LLM__TOKEN_USER && v->rewrites && llm__is_on(token, "normalized", true))
         return llm__unsupported(&v->in, "the added token '%s' is normalized, which is not "
-                                "supported after Prepend and the like", llm__show(text).text);
+                                "supported with steps such as Prepend", llm__show(text).text);
     if (!llm__add_entry(v, id, text, kind)) return false;
     v->strips[id] = (uint8_t)(llm__is_on(token, "lstrip", false) |
                               llm__is_on(token, "rstrip", false) << 1);
@@ -11820,8 +11794,8 @@ static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text,
     return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
 }
 
-/* decoder: added tokens in tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder:
- * added_tokens.json, written by older tools, {"<|x|>": 96}. */
+/* Read added tokens from the folder's other files. decoder: in tokenizer_config.json, {"96":
+ * {"content": "<|x|>", ...}}. encoder: added_tokens.json, written by older tools, {"<|x|>": 96}. */
 static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder,
                              const llm_json_node *encoder) {
     uint64_t first = v->size, end;
@@ -11841,8 +11815,8 @@ static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder,
     for (end = v->size; end > first && !v->kinds[end - 1];) end--;
     for (; first < end; first++)
         if (!v->kinds[first])
-            return llm__bad(&v->in, "the token '%s' of %s beside it has the id %llu, but there is "
-                            "none with the id %llu", llm__show(v->texts[end - 1]).text,
+            return llm__bad(&v->in, "the token '%s' in %s has the id %llu, but no token has the "
+                            "id %llu", llm__show(v->texts[end - 1]).text,
                             decoder ? "tokenizer_config.json" : "added_tokens.json",
                             (llm__big)end - 1, (llm__big)first);
     return true;
@@ -11950,7 +11924,7 @@ static bool llm__put_merges(llm__vocabulary *v, const llm_json_node *merges) {
     return true;
 }
 
-/* Are the steps those of the rule? An NFC in front is worth 1, all others 2. */
+/* Compare the steps with the rule's. 0: different; 2: equal but for a leading NFC; 3: equal. */
 static int llm__match_rule(const llm__vocabulary *v, const struct llm__rule *rule) {
     const char *const *step = rule->steps, *const *end = step + 6;
     int same = 1;
@@ -11964,7 +11938,7 @@ static int llm__match_rule(const llm__vocabulary *v, const struct llm__rule *rul
     return step == end || !*step ? 2 + same : 0;
 }
 
-/* Write GGUF's name of the rule that is most like ours, and what it does not imply. */
+/* Write GGUF's name for the rule closest to these steps, and what it does not imply. */
 static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
     const struct llm__rule *rule = llm__rules, *best = NULL;
     int fit = 0, most = 0;
@@ -12007,8 +11981,8 @@ static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *
     int32_t found = llm__vocabulary_find(v, node);
     if (llm_json_has_kind(node, LLM_JSON_OBJECT)) node = llm_json_member(node, "content");
     if (found < 0 && llm_json_string(node, &text) && text.length)
-        return llm__bad(&v->in, "the %s of tokenizer_config.json beside it, '%s', is not one of "
-                        "the tokens", key, llm__show(text).text);
+        return llm__bad(&v->in, "the %s in tokenizer_config.json, '%s', is not one of the "
+                        "tokens", key, llm__show(text).text);
     if (found >= 0) *id = found;
     return true;
 }
@@ -12236,7 +12210,7 @@ typedef struct llm__known_word { /* a short word and its tokens */
     int32_t ids[8];          /* (n_ids) its tokens */
 } llm__known_word;
 
-typedef struct llm__work {   /* of one step */
+typedef struct llm__work {   /* scratch of one step */
     llm__matcher matcher;
     llm__bytes text;         /* the text as the step rewrote it */
 } llm__work;
@@ -12265,7 +12239,7 @@ static void llm__emit(llm__tokenizing *z, int32_t id) {
     z->n_ids++;
 }
 
-/* Is a joined before b? With equal costs, the left one is. */
+/* Is a joined before b? Of equal costs, the left one is. */
 static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
     return a->cost < b->cost || (a->cost == b->cost && a->left < b->left);
 }
@@ -12317,8 +12291,8 @@ static bool llm__consider(llm__tokenizing *z, int32_t left) {
     return c.result < 0 || llm__heap_push(z, c);
 }
 
-/* Join neighbours, the best pair first. A candidate whose symbols have changed since the push is
- * stale: they only grow, so its length is wrong. */
+/* Join neighbours, the best pair first. A candidate is stale if its symbols have changed since the
+ * push: they only grow, so its length no longer matches. */
 static bool llm__merge(llm__tokenizing *z) {
     z->n_heap = 0;
     for (int32_t i = 0; i < z->n_symbols; i++)
@@ -12406,8 +12380,9 @@ static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     return true;
 }
 
-/* Cut the word into the tokens with the highest sum of scores (Unigram, by Viterbi's algorithm):
- * entry i of the heap is the best path to byte i: its cost, its last token and where that starts */
+/* Cut the word into the tokens with the highest sum of scores (Unigram, by Viterbi's algorithm).
+ * Entry i of the heap is the best path to byte i: its cost, its last token and that token's
+ * start. */
 static bool llm__add_best_path(llm__tokenizing *z, size_t n) {
     const llm_tokenizer *t = z->t;
     while ((size_t)z->heap_capacity <= n)
@@ -12452,7 +12427,7 @@ static int32_t llm__find_word(const llm_tokenizer *t, const uint8_t *word, size_
     return llm__find_piece(t, (const uint8_t *)spelled, (int32_t)length);
 }
 
-/* Emit the tokens of a word. Those of short words are kept for the next time. */
+/* Emit the tokens of a word. Those of short words are cached. */
 static bool llm__tokenize_word(llm__tokenizing *z, const uint8_t *word, size_t n) {
     llm__known_word *known = NULL;
     if (n <= sizeof known->text)
@@ -12481,7 +12456,7 @@ static bool llm__tokenize_word(llm__tokenizing *z, const uint8_t *word, size_t n
 
 /* ---- Running the steps ---- */
 
-enum { LLM__AT_START = 1, LLM__AFTER_CONTROL = 2 }; /* bits: where a text begins */
+enum { LLM__AT_START = 1, LLM__AFTER_CONTROL = 2 }; /* bits: what is before a text */
 
 static bool llm__run_steps(llm__tokenizing *z, int64_t i, const uint8_t *text, size_t n,
                            unsigned where);
@@ -12498,13 +12473,13 @@ static llm__matcher *llm__matcher_begin(llm__tokenizing *z, int64_t i, const uin
     return m;
 }
 
-/* Split the text by step i, and run the steps after it on each piece. A piece is open while the
- * next part, a match or the text before one, may join it. */
+/* Split the text by step i, and run the later steps on each piece. Parts are matches and the texts
+ * between them; a part may join the piece before it. */
 static bool llm__split(llm__tokenizing *z, int64_t i, const uint8_t *text, size_t n,
                        unsigned where) {
     const llm__text_step *step = &z->t->steps[i];
     llm__matcher *m = llm__matcher_begin(z, i, text, n);
-    int32_t piece = 0, at = 0, after = -1, part[3] = {0, 0, 0}; /* part: borders of the parts */
+    int32_t piece = 0, at = 0, after = -1, part[3] = {0, 0, 0}; /* part: text, match, end */
     bool was_match = false, drops = false, found = true;
     for (; found; at = after = part[2]) {
         part[0] = part[1] = at;
@@ -12543,7 +12518,7 @@ static bool llm__replace(llm__tokenizing *z, int64_t i, const uint8_t *text, siz
     return !m->failed && llm__append(out, text + at, n - (size_t)at, z->err);
 }
 
-/* Where a character may be in a grapheme cluster: 0 alone, 1 in front, 2 at the end (marks). */
+/* A character's place in a grapheme cluster: 0 alone, 1 base, 2 after a base (marks). */
 static int llm__place_in_cluster(const llm__unicode *u, uint32_t c) {
     if (c == 0x200C || c == 0x200D) return 2;
     if (c >= LLM__UTF8_INVALID) return 0;
@@ -12551,10 +12526,10 @@ static int llm__place_in_cluster(const llm__unicode *u, uint32_t c) {
     return category == 6 ? 2 : category > 0;
 }
 
-/* Replace each longest text that the table knows, as SentencePiece does; or, as in Hugging Face's
- * library, a character and its marks by what the table has for the shortest text they begin with,
- * if they have less than 6 bytes. The table's trie is a double array of the library Darts-clone: a
- * child of a node is at the node's offset ^ a byte, which is in its low 8 bits. */
+/* Replace the longest match in the table, as SentencePiece does. Inverted, as in Hugging Face's
+ * library: replace a character and its marks by the table's entry for their shortest prefix, or the
+ * character alone if they have 6 bytes or more. The trie is a double array as in Darts-clone: the
+ * child for a byte is at node ^ offset ^ byte, and holds the byte in its low 8 bits. */
 static bool llm__replace_mapped(llm__tokenizing *z, const llm__text_step *step,
                                 const uint8_t *text, size_t n, llm__bytes *out) {
     const llm__unicode *u = z->t->unicode;
@@ -12583,7 +12558,7 @@ static bool llm__replace_mapped(llm__tokenizing *z, const llm__text_step *step,
             if (!(unit & 0x100) || leaf >= count) continue;
             leaf = 4 + 4 * count + (llm__charsmap_unit(table, 1 + leaf) & 0x7FFFFFFF);
             llm_string found = llm__string(leaf < table.length ? table.data + leaf : "");
-            if (leaf >= table.length || found.length > 255) break; /* real ones have up to 60 */
+            if (leaf >= table.length || found.length > 255) break; /* real ones have at most 60 */
             with = found;
             length = step->inverted ? most : i + 1 - at;
             if (step->inverted) break;
@@ -12599,7 +12574,7 @@ static bool llm__rewrite(llm__tokenizing *z, const llm__text_step *step, const u
     bool lowers = step->kind == LLM__STEP_LOWERCASE, spells = !lowers && !step->inverted;
     for (size_t at = 0, length; at < n; at += length) {
         uint32_t c, limit = lowers ? LLM__UTF8_INVALID : 324;
-        char utf8[6] = "i\xCC\x87"; /* lower case of U+0130, the only one that is two characters */
+        char utf8[6] = "i\xCC\x87"; /* lower case of U+0130, the only one with two characters */
         length = llm__utf8(text + at, n - at, &c);
         if (spells) length = 1, c = text[at];
         llm_string with = {(const char *)text + at, length};
@@ -12657,8 +12632,8 @@ static bool llm__run_steps(llm__tokenizing *z, int64_t i, const uint8_t *text, s
 }
 
 /* Find the longest token in specials[all] that the text begins with; returns its length, 0: none.
- * Tokens that match the bytes read so far are a range of the sorted list, which two binary searches
- * narrow for each byte. Only its first token, the shortest, can end at this byte. */
+ * The tokens that match so far are a range of the sorted list, narrowed by two binary searches per
+ * byte. Only its first token, the shortest, can end at this byte. */
 static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t *text, size_t n,
                                  int32_t *id) {
     const llm_string *const *names = t->specials[all];
@@ -12830,7 +12805,7 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
     }
 }
 
-/* At the start of a text, does decoding remove this token's space, which llm_tokenize added? */
+/* Does decoding remove this token's space, which llm_tokenize added, at the start of a text? */
 static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
     return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
@@ -12863,12 +12838,12 @@ int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n
     return *text ? llm_detokenize(t, ids, n, *text, (size_t)bytes, err) : -1;
 }
 
-/* The input is up to 3 held bytes and a token. Each byte can become U+FFFD, of 3 bytes. */
+/* The input is up to 3 held bytes and a token. Each byte can become U+FFFD, which has 3 bytes. */
 size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
 
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
-    /* Decode into the last third of `text`, then check the bytes and move them to its start. At
-     * most 3 bytes are written for each byte read, so no unread one is overwritten. */
+    /* Decode into the last third of `text`, then check the bytes and move them to its start. Each
+     * byte read becomes at most 3 bytes, so no unread byte is overwritten. */
     llm__output raw = {text + 2 * (t->longest + 4), t->longest + 4, 0};
     size_t n_held = stream->n_held > 0 && stream->n_held < 4 ? (size_t)stream->n_held : 0;
     llm__put(&raw, stream->held, n_held);
@@ -12901,14 +12876,14 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
  * template, a program in the language Jinja. This interpreter has the semantics of jinja2's sandbox
  * under transformers' settings. There is no syntax tree: a template is evaluated while it is read.
  * A loop reads its body once per element, a macro is a place in the template, and an expression
- * that does not count is read with `live` off. An error ends the interpreter with longjmp.
+ * whose value is not needed is read with `live` off. An error ends the interpreter by longjmp.
  *
- * Each byte of a string carries its origin: 1, the template; 0, a message. Special tokens are
+ * Each byte of a string carries its origin: 1 the template, 0 a message. Special tokens are
  * recognized only where all bytes are the template's. So a message cannot end itself and pose as
  * another speaker. (Marks that are not tokens, such as Zephyr's "<|user|>", can be forged.) */
 
 enum {
-    LLM__TEMPLATE_STEPS = 30000000,  /* parts of the template read, and bytes / 64 handled */
+    LLM__TEMPLATE_STEPS = 30000000,  /* template parts read, plus bytes / 64 handled */
     LLM__TEMPLATE_MEMORY = 1 << 28,  /* bytes */
     LLM__TEMPLATE_DEPTH = 200        /* nested blocks, calls, brackets and lists */
 };
@@ -12919,12 +12894,12 @@ typedef enum llm__kind {
 } llm__kind;
 
 typedef struct llm__value {
-    uint8_t kind, origin; /* of a number; 0: macro that is the body of a `call`; 2: `safe` string */
-    uint32_t length;      /* bytes of text; of a macro: its place in the template */
+    uint8_t kind, origin; /* origin: of a number; macro: 0 for a `call` body; string: 2 if safe */
+    uint32_t length;      /* bytes of text; of a macro: its offset in the template */
     union {
         int64_t i;
         double f;
-        const char *text;       /* string, or name of what is undefined */
+        const char *text;       /* string, or name of an undefined variable */
         struct llm__list *list; /* a macro's scope; a function's name and object */
     };
     const uint8_t *from; /* (length) origins of a string's bytes */
@@ -12933,22 +12908,22 @@ typedef struct llm__value {
 typedef struct llm__list { /* dicts and scopes: key, value, key, value ... */
     llm__value *items;
     int64_t n, capacity;
-    struct llm__list *more; /* of a scope: the enclosing one; of arguments: those with a keyword */
+    struct llm__list *more; /* scope: the enclosing one; arguments: the keyword arguments */
 } llm__list;
 
 typedef struct llm__jinja {
     jmp_buf failed;
-    llm_status status;           /* of the next error */
+    llm_status status;           /* status of the next error */
     llm_error *err;
-    const char *name;            /* of the template */
+    const char *name;            /* name of the template, for errors */
     const char *text;            /* (length) template */
-    size_t length, at, longest;  /* at: next byte; longest: of messages, in bytes */
-    uint32_t *ends;              /* (length + 1) of a body, or `if` of an expression, from here */
-    const uint8_t *ones, *zeros; /* origins of literals and messages */
-    bool live;                   /* whether expressions count */
+    size_t length, at, longest;  /* at: next byte; longest: bytes of the longest message */
+    uint32_t *ends;              /* (length + 1) see llm__skip_body and llm__evaluate */
+    const uint8_t *ones, *zeros; /* ones: origins of literals; zeros: of messages */
+    bool live;                   /* false: expressions are read without being evaluated */
     char leaving;                /* 'b': a break is under way; 'c': a continue */
     int depth;
-    size_t steps, memory;        /* what is left */
+    size_t steps, memory;        /* left until the limits */
     void *blocks;                /* memory of all values: a list of blocks */
     char *room;                  /* (n_room) free part of the first block */
     size_t n_room, n_out, capacity;
@@ -13092,7 +13067,7 @@ static bool llm__truth(llm__value v) {
 static bool llm__numeric(llm__value v) { return v.kind >= LLM__BOOL && v.kind <= LLM__FLOAT; }
 static double llm__real(llm__value v) { return v.kind == LLM__FLOAT ? v.f : (double)v.i; }
 
-/* Halt: v is undefined, or of a wrong kind for `what`. */
+/* Halt: v is undefined, or of the wrong kind for `what`. */
 LLM__NORETURN static void llm__mistyped(llm__jinja *j, llm__value v, const char *what) {
     static const char *const names[] = {"", "none", "a truth value", "a number", "a number", "text",
                                         "a list", "a dict", "a namespace", "a macro", "a function"};
@@ -13125,7 +13100,7 @@ static void llm__write_word(llm__jinja *j, const char *text) {
     llm__write(j, text, strlen(text), j->ones);
 }
 
-/* Take back what was written since n_out was `mark`, as a string. */
+/* Remove the output since n_out was `mark`, and return it as a string. */
 static llm__value llm__taken(llm__jinja *j, size_t mark) {
     size_t n = j->n_out - mark;
     char *text = (char *)llm__arena(j, 2 * n);
@@ -13184,7 +13159,7 @@ static void llm__write_real(llm__jinja *j, double x) {
     while (strtod(e, NULL) != x && ++precision < 17);
     const char *p = e;
     for (; *p && *p != 'e'; p++)
-        if (*p >= '0' && *p <= '9') digits[n++] = *p; /* the point depends on the locale */
+        if (*p >= '0' && *p <= '9') digits[n++] = *p; /* the point varies by locale */
     int exponent = *p ? atoi(p + 1) : 0;
     bool plain = exponent >= -4 && exponent < 16;
     int point = plain ? exponent : 0;
@@ -13198,7 +13173,7 @@ static void llm__write_real(llm__jinja *j, double x) {
     llm__write_word(j, *p ? text : e);
 }
 
-/* Write a string in quotes, as json.dumps() or (json false) repr() does. */
+/* Write a string in quotes, as json.dumps() or, if json is false, repr() does. */
 static void llm__write_quoted(llm__jinja *j, llm__value s, bool json, bool ascii) {
     static const char names[] = "\n\r\t\b\f", letters[] = "nrtbf";
     bool apostrophe = s.length && memchr(s.text, '\'', s.length) && !memchr(s.text, '"', s.length);
@@ -13208,7 +13183,7 @@ static void llm__write_quoted(llm__jinja *j, llm__value s, bool json, bool ascii
         uint32_t c = 0;
         char text[16];
         int length = 0;
-        for (n = 0; i + n < s.length; n++) { /* bytes that stay as they are */
+        for (n = 0; i + n < s.length; n++) { /* bytes that need no escape */
             c = (uint8_t)s.text[i + n];
             if (c < ' ' || c == (uint8_t)*quote || c == '\\' || (c == 0x7F && !json) ||
                 (c > 0x7E && ascii))
@@ -13235,7 +13210,7 @@ static void llm__write_quoted(llm__jinja *j, llm__value s, bool json, bool ascii
     llm__write_word(j, quote);
 }
 
-enum { LLM__STR = -2, LLM__LINE = -1, LLM__ASCII = 1 << 20 }; /* styles of writing; 0 ...: indent */
+enum { LLM__STR = -2, LLM__LINE = -1, LLM__ASCII = 1 << 20 }; /* styles; others: JSON indent */
 
 /* Write v like Python's str(), or as JSON. level: depth in lists and dicts. */
 static void llm__write_value(llm__jinja *j, llm__value v, int style, int level) {
@@ -13281,7 +13256,7 @@ static llm__value llm__as_text(llm__jinja *j, llm__value v) {
 
 /* ---- Functions, filters, methods and tests of templates ---- */
 
-/* Their names: f filters, t tests, g functions, s l d methods of strings, lists and dicts. */
+/* Names of f filters, t tests, g functions; s l d methods of strings, lists and dicts. */
 static const char *const llm__names[] = {
     ("f abs capitalize count d default dictsort first float indent int items join last length list "
     "lower map max min reject rejectattr replace reverse safe select selectattr sort string title "
@@ -13304,7 +13279,7 @@ static bool llm__has_name(char where, llm_string name) {
     return false;
 }
 
-/* -1, 0 or 1. fold: ASCII letters of both cases are equal. */
+/* Compare: -1, 0 or 1. fold: ignore the case of ASCII letters. */
 static int llm__order(llm__jinja *j, llm__value a, llm__value b, bool fold) {
     if (llm__numeric(a) && llm__numeric(b)) {
         double x = llm__real(a), y = llm__real(b);
@@ -13346,7 +13321,7 @@ static int64_t llm__position(llm__jinja *j, const llm__list *list, int64_t step,
     return -1;
 }
 
-/* What a loop goes through, as a list: elements, keys, characters. */
+/* What a loop iterates over, as a list: elements, keys or characters. */
 static llm__list *llm__elements(llm__jinja *j, llm__value v) {
     llm__list *list = v.kind == LLM__LIST ? v.list : llm__container(j, LLM__LIST).list;
     if (v.kind == LLM__STRING)
@@ -13395,7 +13370,7 @@ static llm__value llm__member(llm__jinja *j, llm__value v, llm__value key) {
     return llm__between(v, at, llm__next_character(v, at));
 }
 
-/* The attribute of a filter's argument: a number, or names with dots between them. */
+/* Follow a filter's `attribute` argument: an index, or names separated by dots. */
 static llm__value llm__by_path(llm__jinja *j, llm__value v, llm__value path) {
     if (path.kind != LLM__STRING) return path.kind == LLM__INT ? llm__member(j, v, path) : v;
     for (size_t at = 0, end; at <= path.length; at = end + 1) {
@@ -13406,7 +13381,7 @@ static llm__value llm__by_path(llm__jinja *j, llm__value v, llm__value path) {
     return v;
 }
 
-/* Read a decimal number: false if it is none. */
+/* Parse a decimal number; false: it is not one. */
 static bool llm__to_number(const char *text, size_t n, llm__value *v) {
     llm_json_node node = {text, (uint32_t)n, LLM_JSON_NUMBER, 1};
     size_t at = n && *text == '-', digits = at;
@@ -13438,7 +13413,7 @@ static llm__value llm__split_text(llm__jinja *j, llm__value s, llm__value by, in
     return list;
 }
 
-/* s.format(...): each {} or {name} stands for an argument. */
+/* s.format(...): {} is the next argument, {name} a keyword argument. */
 static llm__value llm__format(llm__jinja *j, llm__value s, const llm__list *args) {
     size_t mark = j->n_out;
     for (size_t i = 0, end, next = 0; i < s.length; i = end) {
@@ -13459,8 +13434,9 @@ static llm__value llm__format(llm__jinja *j, llm__value s, const llm__list *args
 static void llm__write_date(llm__jinja *j, llm__value format) {
     char f[100], text[200];
     struct tm tm;
-    /* Local time by mktime(), since localtime() is not thread-safe: it takes a time in UTC for a
-     * local one, which gives the difference. Another call is for a change of clocks in between. */
+    /* Local time without localtime(), which is not thread-safe: mktime() takes the UTC time for
+     * local time, and the difference is the offset from UTC. Another call handles an offset that
+     * changes in between. */
     time_t now = time(NULL), local = now, read = now;
     for (int i = 0; i < 3 && (!i || read != now); i++) {
         local += now - read;
@@ -13685,7 +13661,7 @@ static llm__value llm__apply(llm__jinja *j, char where, llm_string name, llm__va
         const llm__list *from = llm__elements(j, v);
         bool descends = LLM__IS("sort") && llm__truth(llm__argument(args, 0, "reverse"));
         list = llm__container(j, LLM__LIST);
-        for (int64_t i = 0, count = from->n; i < count; i++) { /* insert after equals */
+        for (int64_t i = 0, count = from->n; i < count; i++) { /* stable insertion sort */
             x = from->items[LLM__IS("reverse") ? count - 1 - i : i];
             s = llm__by_path(j, x, path);
             n = list.list->n;
@@ -13746,7 +13722,7 @@ static llm__value llm__apply(llm__jinja *j, char where, llm_string name, llm__va
         int64_t width = where == 'd' ? 2 : 1;
         if (width == 1 && (n = llm__whole_number(j, a, -1)) < 0) n += v.list->n;
         if (n < 0 && where == 'd' && args->n > 1) return b;
-        if (n < 0 || n >= v.list->n) llm__halt(j, "pop of what is not there");
+        if (n < 0 || n >= v.list->n) llm__halt(j, "pop() of a missing item");
         x = v.list->items[n + width - 1];
         v.list->n -= width;
         memmove(v.list->items + n, v.list->items + n + width, (size_t)(v.list->n - n) * sizeof x);
@@ -13758,7 +13734,7 @@ static llm__value llm__apply(llm__jinja *j, char where, llm_string name, llm__va
             if (same && *t == 'i') return llm__made(LLM__INT, i);
             n += same;
         }
-        if (*t == 'i') llm__halt(j, "index of what is not there");
+        if (*t == 'i') llm__halt(j, "index() of a missing item");
         return llm__made(LLM__INT, n);
     }
     if (LLM__IS("range")) {
@@ -13815,7 +13791,7 @@ static bool llm__got(llm__jinja *j, const char *what) {
 
 LLM__NORETURN static void llm__unexpected(llm__jinja *j, const char *wanted) {
     llm_string rest = {j->text + j->at, j->length - j->at < 20 ? j->length - j->at : 20};
-    llm__halt(j, "%s is wanted before '%s'", wanted, llm__show(rest).text);
+    llm__halt(j, "%s is expected before '%s'", wanted, llm__show(rest).text);
 }
 
 static void llm__expect(llm__jinja *j, const char *what) {
@@ -13835,7 +13811,7 @@ static llm_string llm__expect_name(llm__jinja *j) {
     return name;
 }
 
-/* Whether the tag ends here: "%}" or "}}", maybe after a sign. */
+/* Whether the tag ends here: "%}" or "}}", optionally after a sign. */
 static bool llm__at_end(llm__jinja *j) {
     char c = llm__peek(j);
     size_t at = j->at + (c == '-' || c == '+');
@@ -13847,7 +13823,7 @@ static llm__value llm__evaluate(llm__jinja *j);
 static void llm__body(llm__jinja *j);
 static void llm__end_tag(llm__jinja *j, const char *end);
 
-/* Read elements up to `close`: of a list, or of a dict (":"), or arguments ("="). */
+/* Read elements up to `close`. form: 0 a list, ':' a dict, '=' arguments. */
 static llm__value llm__series(llm__jinja *j, const char *close, char form, llm__value list) {
     if (!list.list) list = llm__container(j, form == ':' ? LLM__DICT : LLM__LIST);
     if (form == '=') list.list->more = llm__container(j, LLM__DICT).list;
@@ -13872,7 +13848,7 @@ static llm__value llm__series(llm__jinja *j, const char *close, char form, llm__
     return list;
 }
 
-/* Read an escape in a string, as Python does: an unknown one stands for itself. */
+/* Read an escape in a string, as Python does: an unknown one is kept as it is. */
 static void llm__write_escape(llm__jinja *j) {
     static const char names[] = "nrtbfva\\'\"\n", meanings[] = "\n\r\t\b\f\v\a\\'\"";
     char c = j->text[j->at + 1], text[4] = {'\\', c};
@@ -13952,7 +13928,7 @@ static llm__value llm__primary(llm__jinja *j) {
     return v;
 }
 
-/* Run a macro or the body of a `call`: its parameters, in brackets, and then its body. */
+/* Run a macro or the body of a `call`: read its parameters, then run its body. */
 static llm__value llm__call_macro(llm__jinja *j, llm__value macro, const llm__list *args) {
     size_t back = j->at, mark;
     llm__list *scope = j->scope;
@@ -13980,7 +13956,7 @@ static llm__value llm__call_macro(llm__jinja *j, llm__value macro, const llm__li
         }
     if (n < args->n || used < args->more->n / 2) llm__halt(j, "a call with an unknown argument");
     j->live = macro.origin != 0;
-    if (!j->live) llm__evaluate(j); /* that of the `call` */
+    if (!j->live) llm__evaluate(j); /* skip the expression of the `call` */
     j->live = true;
     llm__end_tag(j, "%}");
     mark = j->n_out;
@@ -13994,7 +13970,7 @@ static llm__value llm__call_macro(llm__jinja *j, llm__value macro, const llm__li
 
 static llm__value llm__call(llm__jinja *j, llm__value f) {
     llm__value caller = j->caller, none = llm__made(LLM__NONE, 0);
-    if (j->live) j->caller.kind = LLM__UNDEFINED; /* it is for the outermost call */
+    if (j->live) j->caller.kind = LLM__UNDEFINED; /* only the outermost call gets it */
     none.list = NULL;
     llm__list *args = llm__series(j, ")", '=', none).list;
     if (!j->live) return f;
@@ -14077,7 +14053,7 @@ static llm__value llm__filter_next(llm__jinja *j, char where, llm__value v) {
     return j->live ? llm__apply(j, where, name, v, args.list) : v;
 }
 
-/* A value with its sign and what comes after it. filters: and its filters and tests. */
+/* A value with its sign and postfixes and, if `filters`, its filters and tests. */
 static llm__value llm__operand(llm__jinja *j, bool filters) {
     llm__value v;
     bool minus = llm__got(j, "-");
@@ -14099,7 +14075,7 @@ static llm__value llm__operand(llm__jinja *j, bool filters) {
     return v;
 }
 
-/* The operators, after the level of their precedence. */
+/* Each operator, after its precedence. */
 static const char *const llm__operators[] = {"1or", "2and", "4==", "4!=", "4<=", "4>=", "4<", "4>",
                                              "4in", "4not", "5+", "5-", "6~", "8**", "7*", "7//",
                                              "7/", "7%"};
@@ -14135,7 +14111,7 @@ static llm__value llm__calculate(llm__jinja *j, const char *sign, llm__value a, 
     if (act == '%') z = x - z * y;
     llm__value v = llm__made(LLM__FLOAT, 0);
     v.f = z;
-    if (act == '^' && !(fabs(z) < 1e300)) llm__halt(j, "a power that is no number, or too large");
+    if (act == '^' && !(fabs(z) < 1e300)) llm__halt(j, "a power that is no number or too large");
     if (a.kind != LLM__FLOAT && b.kind != LLM__FLOAT && act != '/' && (act != '^' || y >= 0)) {
         if (!(fabs(x) < 1e15 && fabs(y) < 1e15 && fabs(z) < 1e15))
             llm__halt(j, "a number is too large");
@@ -14146,7 +14122,7 @@ static llm__value llm__calculate(llm__jinja *j, const char *sign, llm__value a, 
     return v;
 }
 
-/* Operators of at least this level, by precedence climbing. */
+/* Read operators of at least this level, by precedence climbing. */
 static llm__value llm__operation(llm__jinja *j, int level) {
     const int n = sizeof llm__operators / sizeof *llm__operators;
     llm__value v, last = llm__made(LLM__UNDEFINED, 0); /* right side of the last comparison */
@@ -14186,12 +14162,12 @@ static llm__value llm__operation(llm__jinja *j, int level) {
     return v;
 }
 
-/* A value with an optional inline `if`, which decides before the value in front of it is used. */
+/* A value with an optional inline `if`. The condition is evaluated first, then the chosen value. */
 static llm__value llm__evaluate(llm__jinja *j) {
     llm__value v = llm__made(LLM__UNDEFINED, 0);
     bool live = j->live, holds = true;
     if (!llm__peek(j)) llm__unexpected(j, "a value");
-    uint32_t *condition = &j->ends[j->at]; /* where it is; 1: there is none; 0: unknown */
+    uint32_t *condition = &j->ends[j->at]; /* where the condition is; 1: none; 0: not known yet */
     size_t start = j->at, after = 0;
     if (!live || !*condition) {
         j->live = false;
@@ -14223,7 +14199,7 @@ static llm__value llm__evaluate(llm__jinja *j) {
 
 /* ---- Statements of templates ---- */
 
-/* After a tag, drop all white space (sign '-') or, after a block ('%') or comment, a line end. */
+/* After a tag, drop all white space (sign '-') or, after a block ('%') or comment, a newline. */
 static void llm__after_tag(llm__jinja *j, char sign, char kind) {
     llm__value rest = llm__view(j->text + j->at, j->length - j->at, j->ones);
     if (sign == '-') j->at = j->length - llm__strip(j, rest, llm__made(LLM__NONE, 0), 1).length;
@@ -14238,7 +14214,7 @@ static void llm__end_tag(llm__jinja *j, const char *end) {
     llm__after_tag(j, sign, *end);
 }
 
-/* Write (emits) the text up to the next tag, and enter it. Returns '%' or '{', or 0 at the end. */
+/* Enter the next tag; if `emits`, write the text before it. Returns '%', '{' or, at the end, 0. */
 static char llm__next_tag(llm__jinja *j, bool emits) {
     for (bool raw = false;;) {
         size_t begin = j->at, tag = begin, line;
@@ -14317,7 +14293,7 @@ static void llm__skip_body(llm__jinja *j) {
     j->at = *end;
 }
 
-/* From the end of a tag, run a body in a scope of its own up to this word, and return its text. */
+/* After a tag: run the body up to the word `end` in a new scope, and return its text. */
 static llm__value llm__block(llm__jinja *j, const char *end) {
     llm__list *scope = j->scope;
     size_t mark = j->n_out;
@@ -14416,7 +14392,7 @@ static void llm__run_if(llm__jinja *j) {
     if (!j->leaving) llm__expect(j, "endif");
 }
 
-/* The text of the body after this tag, after the filters that it names. */
+/* Run the body after this tag, and apply the tag's filters to its text. */
 static llm__value llm__filtered(llm__jinja *j, const char *end) {
     llm__peek(j);
     size_t start = j->at;
@@ -14598,7 +14574,7 @@ llm_string llm_chat_template_source(const llm_tokenizer *t, const llm_chat_optio
     return none;
 }
 
-/* A value from JSON, or undefined. message: it is one; the usual names of its role count as the
+/* Convert a JSON value; NULL becomes none. message: it is a message; the usual roles count as the
  * template's text, since some templates make special tokens of them. */
 static llm__value llm__from_json(llm__jinja *j, const llm_json_node *node, bool message) {
     llm__value v = llm__made(LLM__NONE, 0);
@@ -14625,8 +14601,8 @@ static llm__value llm__from_json(llm__jinja *j, const llm_json_node *node, bool 
     return v;
 }
 
-/* Run the template. json: messages (or NULL: messages are in `given`), tools, documents and
- * variables. False: an error. */
+/* Run the template; false: an error. json: messages (or NULL: they are in `given`), tools,
+ * documents and variables. */
 static bool llm__run_template(llm__jinja *j, const llm_tokenizer *t,
                               const llm_chat_options *options, llm_string source,
                               const llm_message *given, int n, const llm_json *json) {
@@ -14700,7 +14676,7 @@ static bool llm__render(llm__jinja *j, const llm_tokenizer *t, const llm_chat_op
                          llm__show(llm__string(j->name)).text, known);
     if (!source.length)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: the file has no chat template, so this model may not be made for "
+                         "%s: the file has no chat template, so this model may not be meant for "
                          "conversations; choose one by name: %s", t->name, known);
     for (int i = 0; !json && i < n; i++) {
         if ((unsigned)messages[i].role > LLM_ROLE_ASSISTANT ||
@@ -14751,7 +14727,7 @@ static int64_t llm__chat_ids(llm__jinja *j, bool ok, const llm_tokenizer *t, int
                              int64_t capacity, int32_t **owned, llm_error *err) {
     llm__range *trusted = NULL;
     int64_t count = -1, n = 0, room = 0;
-    for (size_t i = 0, begin; ok && i < j->n_out; i++) { /* the runs of the template's bytes */
+    for (size_t i = 0, begin; ok && i < j->n_out; i++) { /* runs of the template's bytes */
         for (begin = i; i < j->n_out && j->out_from[i];) i++;
         if (i == begin) continue;
         if (!(ok = llm__grow(&trusted, n, &room, sizeof *trusted, "a conversation", err))) break;
@@ -14810,7 +14786,7 @@ int64_t llm_chat_tokenize_json(const llm_tokenizer *t, const llm_chat_options *o
     return llm__chat_ids(&j, ok, t, NULL, 0, ids, err);
 }
 
-/* Render an answer, and look at what comes after it. */
+/* Render a conversation and look at what follows the answer. */
 size_t llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options, char *text,
                      size_t capacity) {
     const llm_message messages[] = {{LLM_ROLE_USER, "?", 1}, {LLM_ROLE_ASSISTANT, "answer", 6},
@@ -14858,21 +14834,21 @@ size_t llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options, ch
 
 enum {
     LLM__TILE = 64,         /* positions in an attention tile */
-    LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, in an attention item */
+    LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, per attention item */
     LLM__PADDING = 32,      /* head_dim is padded to a multiple of this, the depth of a bf16 tile */
     LLM__FEW_ROWS = 8,      /* most rows of x for which 16-bit weights are converted on the fly */
-    LLM__FEW_X = 32,        /* most rows of x for the form "alone": see "Matrix tiles" */
+    LLM__FEW_X = 32,        /* most rows of x for "alone": see "Matrix tiles" */
     LLM__FEW_X_Q4_0 = 64,   /* the same for q4_0 weights */
     LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in matrix tiles */
     LLM__FAR_BYTES = 4096,  /* prefetch distance, in bytes */
     LLM__X_CACHE_BYTES = 5 << 16,    /* bytes of rounded x to keep in an L2 cache of 512 KB */
-    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same in an L2 cache of 2 MB, with matrix tiles */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same in 2 MB, with matrix tiles */
     LLM__GATE_CACHE_BYTES = 1 << 17  /* bytes of gate results to keep in the L2 cache */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
 #define LLM__NOINLINE __attribute__((noinline))
-/* Without unrolling, the compiler would keep an array of registers in memory. */
+/* Unrolled, because the compiler would otherwise keep an array of registers in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
 #define LLM__ROLLED _Pragma("clang loop unroll(disable)") /* to keep code small */
@@ -14918,12 +14894,12 @@ enum {
     LLM__X_TILE = 16        /* most rows of x in a tile */
 };
 
-/* How the panels of a weight type are laid out */
+/* How the panels of a weight type are stored. */
 typedef struct llm__layout {
-    int quads;        /* words per block and row; 0: the type has no panels */
-    int zero;         /* the integer that stands for 0 in a type without minimums (q4_0: 8) */
+    int quads;        /* words per block and row; 0: no panels for this type */
+    int zero;         /* stored integer for 0, in a type without minimums (q4_0: 8) */
     bool multipliers; /* block scales are multiples of a scale per 256 columns */
-    bool groups;      /* the type itself stores such multipliers: the K formats */
+    bool groups;      /* the K formats: multipliers are in the file */
     bool minimum;     /* blocks have minimums or zero points */
 } llm__layout;
 
@@ -14942,12 +14918,12 @@ static llm__layout llm__layout_of(llm_type type) {
     }
 }
 
-/* Bytes of a span before its stripes */
+/* Bytes of a span before its stripes. */
 static size_t llm__span_head(llm__layout l) {
     return l.multipliers ? 2 * LLM__PANEL * (l.groups && l.minimum ? 4 : 2) : 0;
 }
 
-/* Bytes of a stripe before its quads */
+/* Bytes of a stripe before its quads. */
 static size_t llm__stripe_head(llm__layout l) {
     return 2 * LLM__PANEL * (l.minimum && !l.groups ? 4 : 2);
 }
@@ -14971,7 +14947,7 @@ static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
         memcpy(words, q, LLM__BLOCK);
         return;
     }
-    uint32_t columns[8]; /* four in each word */
+    uint32_t columns[8]; /* 4 per word */
     memcpy(columns, q, sizeof columns);
     for (int i = 0; i < 4; i++)
         words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
@@ -14981,8 +14957,8 @@ static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
         else words[4] |= (columns[i] >> 4 & 0x01010101) << i;
 }
 
-/* Convert up to eight f16 block scales to multipliers. Returns the f16 scale that the multiplier
- * LLM__FULL_SCALE stands for. */
+/* Convert up to eight f16 block scales to multipliers. Returns the f16 scale whose multiplier is
+ * LLM__FULL_SCALE. */
 static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *multipliers) {
     uint16_t largest = 0;
     for (int i = 0; i < n; i++)
@@ -15057,8 +15033,8 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) };
 
 enum { /* see "Matrix tiles" */
-    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; half as many for "by halves" */
-    LLM__TILE_PANELS = 4,  /* panels unpacked together; half as many for "in chunks" */
+    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together ("by halves": half as many) */
+    LLM__TILE_PANELS = 4,  /* panels unpacked together ("in chunks": half as many) */
     LLM__GROUP = 4,        /* blocks that the tile unit multiplies together */
     /* bytes of scratch, without the sums */
     LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64)
@@ -15066,7 +15042,7 @@ enum { /* see "Matrix tiles" */
 
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
-/* Values of x that share a scale */
+/* Number of values of x that share a scale. */
 static int llm__x_group(llm_type type) {
     return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK;
 }
@@ -15076,7 +15052,7 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) 
 }
 
 /* ---- The fast kernels: one text, compiled once per instruction set ----
- * Compiled once per pass, where this file includes itself (further down). A pass defines:
+ * This file includes itself once per pass (further down). A pass defines:
  *
  *   LLM__KERNEL_PASS  0: baseline (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI,
  *                     3: NEON with dot products
@@ -15089,7 +15065,7 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) 
 
 #ifdef LLM__KERNEL_PASS
 
-#ifdef __clang__ /* its undefined-behaviour checks take minutes to compile */
+#ifdef __clang__ /* undefined-behaviour checks take minutes to compile */
 #pragma clang attribute push(__attribute__((no_sanitize("undefined"))), apply_to = function)
 #endif
 
@@ -15111,7 +15087,7 @@ LLM__INLINE void LLM__K(store)(float *p, llm__vf v) { memcpy(p, &v, sizeof v); }
 
 LLM__INLINE llm__vf LLM__K(all)(float x) { return x - (llm__vf){0}; }
 
-/* Per lane: v where mask is all ones, 0 where it is 0. Comparisons give such masks. */
+/* Per lane: v where the mask is all ones, 0 where it is 0. Comparisons give such masks. */
 LLM__INLINE llm__vf LLM__K(where)(llm__vi mask, llm__vf v) { return (llm__vf)((llm__vi)v & mask); }
 
 LLM__INLINE llm__vf LLM__K(absolute)(llm__vf v) { return (llm__vf)((llm__vi)v & 0x7fffffff); }
@@ -15189,7 +15165,7 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) {
 #else
 
 LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
-#if defined(__aarch64__) /* the compiler would fuse product and sum in some places only */
+#if defined(__aarch64__) /* always fused; the compiler would fuse only in some places */
     return (llm__vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
@@ -15210,8 +15186,8 @@ LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
 #else
-/* An f16's bits, shifted to the fields of an f32, give 2^-112 times its value, also for
- * denormals. */
+/* The bits of an f16, moved to the fields of an f32, give 2^-112 times its value, even if
+ * denormal. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};
     LLM__UNROLL for (int i = 0; i < LLM__W; i++) half[i] = p[i];
@@ -15253,7 +15229,7 @@ LLM__INLINE void LLM__K(store_some)(float *p, llm__vf v, int n) {
     memcpy(p, values, (size_t)n * sizeof *p);
 }
 
-/* The same for n <= LLM__W */
+/* The same for n <= LLM__W. */
 LLM__INLINE llm__vf LLM__K(load_up_to)(const float *p, int n) {
     return n == LLM__W ? LLM__K(load)(p) : LLM__K(load_some)(p, n);
 }
@@ -15277,7 +15253,7 @@ LLM__INLINE llm__vf LLM__K(load_some_as)(llm_type type, const void *row, int64_t
     return LLM__K(load_as)(type, padded, 0);
 }
 
-/* e^x = 2^k e^r with integer k and |r| <= about ln(2)/2; e^r is the Taylor series to r^7 (error
+/* e^x = 2^k e^r with integer k and |r| <= about ln(2)/2; e^r is its Taylor series to r^7 (error
  * below 1e-8). Returns 0 for x < -87, and e^88 for x > 88. */
 LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
     const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
@@ -15339,7 +15315,7 @@ LLM__INLINE llm__vf LLM__K(silu_times)(llm__vf gate, llm__vf up) {
     return gate / (1.0f + LLM__K(exp)(-gate)) * up;
 }
 
-/* GELU: see llm__plain_swiglu */
+/* GELU: see llm__plain_swiglu. */
 LLM__INLINE llm__vf LLM__K(gelu_times)(llm__vf x, llm__vf up) {
     return x / (1.0f + LLM__K(exp)(-1.59576912f * (x + 0.044715f * x * x * x))) * up;
 }
@@ -15432,10 +15408,9 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
 
 /* -- Matrix products in floating point --
  * For out[i][row], lane l sums the products of columns l, l + W, l + 2W, ... Each addition to a sum
- * waits for the previous one, so R rows of weights are multiplied by T rows of x at the same time.
- * A step loads R + T registers for R x T multiply-adds. */
+ * waits for the previous one, so R rows of weights are multiplied by T rows of x at the same time:
+ * R + T loads for R x T multiply-adds. */
 
-/* Add the bias and the residual, and store the result. */
 LLM__INLINE void LLM__K(finish)(const llm__matmul_args *args, int64_t i, int64_t row, float sum) {
     float *out = args->out + i * args->w->rows + row;
     if (args->bias) sum += args->bias[row];
@@ -15478,7 +15453,7 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
 }
 
 /* Multiply `count` rows of weights, which fit in the L2 cache, by all rows of x, 4 at a time: these
- * stay in the L1 cache while the weights are read. */
+ * 4 stay in the L1 cache while the weights are read. */
 LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_args *args, const char *weights,
                                   size_t row_bytes, int64_t row, int64_t count) {
     for (int64_t i = 0, together; i < args->n; i += together) {
@@ -15574,7 +15549,7 @@ static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, in
  *   arm64    sdot is like vpdpbusd, but both operands are signed.
  *   plain C  Sums are floats, which are exact up to 2^24. */
 
-/* Registers that hold one value per row of a panel */
+/* Registers that hold one value for each row of a panel. */
 enum { LLM__K(parts) = LLM__PANEL / LLM__W };
 
 typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
@@ -15584,7 +15559,7 @@ typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
     llm__vi w[LLM__BLOCK / 4]; /* one register per quad of columns */
 #endif
     llm__vf scale, minimum;    /* scale, and minimum, which is added to each value */
-    /* multiplier; other: factor of the sum of x (q6_K: multiplier of columns 16 to 31) */
+    /* other: factor of the sum of x (q6_K: multiplier of columns 16 to 31) */
     llm__vi multiplier, other;
 } LLM__K(w_block);
 
@@ -15622,7 +15597,7 @@ LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
 }
 
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-/* Two 16-bit numbers per lane, `first` in the low half */
+/* Two 16-bit numbers per lane, `first` in the low half. */
 LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)first, (__m512i)(second << 16));
@@ -15631,7 +15606,7 @@ LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #endif
 }
 
-/* Per lane: sum + low(a) low(b) + high(a) high(b), with signed 16-bit halves */
+/* Per lane: sum + low(a) low(b) + high(a) high(b), with signed 16-bit halves. */
 LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -15641,8 +15616,8 @@ LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 }
 #endif
 
-/* Read the multipliers of a 4-bit type into the low half of each lane; the high half is 0. half,
- * part: see unpack_quads. */
+/* Read a 4-bit type's multipliers into the low half of each lane; the high half is 0. half, part:
+ * see unpack_quads. */
 LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *stripe, int half,
                                                int part) {
     typedef uint16_t halves __attribute__((vector_size(2 * LLM__W)));
@@ -15652,7 +15627,6 @@ LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *strip
     return __builtin_convertvector(v, llm__vi);
 }
 
-/* Read scales and minimums, or multipliers. */
 LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int half, int part,
                                        LLM__K(w_block) *w) {
     const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL +
@@ -15672,7 +15646,7 @@ LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int
     }
 }
 
-/* Read scale and minimum of the first (half 0) or last (1) 256 columns of a span. */
+/* Read scales and minimums of the first (half 0) or last (1) 256 columns of a span. */
 LLM__INLINE void LLM__K(unpack_head)(llm__layout l, const uint8_t *span, int half, int part,
                                      llm__vf *scale, llm__vf *minimum) {
     const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL +
@@ -15690,7 +15664,7 @@ LLM__INLINE void LLM__K(unpack_quads)(llm__layout l, const uint8_t *stripe, int 
     llm__vi quads[8];
     LLM__UNROLL for (int q = 0; q < 4; q++) {
         llm__vi v = LLM__K(load_int)(p + q * bytes);
-#if LLM__KERNEL_PASS == 1 /* keeps v in a register: otherwise it is loaded for each nibble */
+#if LLM__KERNEL_PASS == 1 /* keeps v in a register: otherwise each nibble loads it */
         __asm__("" : "+x"(v));
 #elif LLM__KERNEL_PASS == 2
         __asm__("" : "+v"(v));
@@ -15726,7 +15700,7 @@ LLM__INLINE void LLM__K(unpack_block)(llm__layout l, const uint8_t *stripe, int 
     LLM__K(unpack_scales)(l, stripe, half, part, w);
 }
 
-/* Per lane: sum + b times the sum of a block of x. x_sums: its two half-sums; b fits in 16 bits */
+/* Per lane: sum + b times the sum of a block of x. x_sums: its two half-sums. b fits in 16 bits. */
 LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     return LLM__K(add_pair)(sum, LLM__K(all_i32)(x_sums), LLM__K(pair)(b, b));
@@ -15736,7 +15710,7 @@ LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b
 #endif
 }
 
-/* -level times the sum of x over columns 4 * first to 4 * end - 1, which are whole half blocks */
+/* -level times the sum of x over columns 4 * first to 4 * end - 1, which are whole half blocks. */
 LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int16_t *x_sums) {
     if (level == 0) return (llm__vi){0};
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
@@ -15747,7 +15721,7 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
 #endif
 }
 
-/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights, times T rows of x */
+/* Multiply columns 4 * first to 4 * end - 1 of LLM__W rows of weights by T rows of x. */
 LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *w, int first,
                                    int end, const int8_t *x, const int16_t *x_sums, llm__vi *sums) {
 #if LLM__KERNEL_PASS == 0
@@ -15781,7 +15755,7 @@ LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *
             __m256i v[2] = {(__m256i)w->w[q], (__m256i)w->w[q + 1]},
                     some[2] = {(__m256i)LLM__K(all_i32)(xq), (__m256i)LLM__K(all_i32)(xq + 4)};
             const __m256i ones = _mm256_set1_epi16(1);
-            /* the sign of w goes to x, so that a result of vpmaddubsw fits in 16 bits */
+            /* x takes the sign of w, so that a result of vpmaddubsw fits in 16 bits */
             if (l.quads == 8)
                 LLM__UNROLL for (int i = 0; i < 2; i++)
                     sums[t] += (llm__vi)_mm256_madd_epi16(
@@ -15798,7 +15772,7 @@ LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *
 #endif
 }
 
-/* sums[t][part] += a block of LLM__W rows times 32 values of row t of x, for T rows */
+/* Add to sums[t][part]: a block of LLM__W rows times 32 values of row t of x, for T rows. */
 LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part,
                                    const int8_t *x, const float *scales, const int16_t *x_sums,
                                    llm__vf (*sums)[LLM__K(parts)]) {
@@ -15814,8 +15788,8 @@ LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *
     }
 }
 
-/* The same in integers, for weights with multipliers. q4_K, q5_K: minimums[t][part] += the
- * minimum's multiplier times the sum of x */
+/* The same in integers, for weights with multipliers. q4_K, q5_K: also add the minimum's multiplier
+ * times the sum of x to minimums[t][part]. */
 LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part,
                                          const int8_t *x, const int16_t *x_sums,
                                          llm__vi (*sums)[LLM__K(parts)],
@@ -15838,7 +15812,7 @@ LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_bl
 }
 
 typedef struct LLM__K(short_sums) {
-    llm__vi rows[LLM__X_ROWS], multiplier; /* sums and multiplier of the stripe's first block */
+    llm__vi rows[LLM__X_ROWS], multiplier; /* of the stripe's first block */
 } LLM__K(short_sums);
 
 /* Short sums, for 4-bit weights with multipliers, on x86: one instruction multiplies two pairs of
@@ -15846,7 +15820,7 @@ typedef struct LLM__K(short_sums) {
  * sums fit in 16 bits. An AVX2 lane has two sums of 16 products, which fit (16 x 15 x 127 = 30480).
  * An AVX-512 lane has one sum of 32 products, which does not (60960): it starts from -8 times the
  * sum of x, and so becomes a sum of (w - 8) x, at most 32512. Only the low half of the lane is
- * used; it is correct modulo 2^16.
+ * used, modulo 2^16.
  *
  *   block 0:  -8 sum x + 8 vpdpbusd   . . .  | sum 0
  *   block 1:  the same                . . .  | sum 1
@@ -15885,7 +15859,7 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
-    /* 16: bytes of a row of a block */
+    /* 16 bytes per row of a block */
     const uint8_t *quads = stripe + llm__stripe_head(l) + half * LLM__PANEL * 16;
     llm__vi now[LLM__X_ROWS][2];
     LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
@@ -15906,7 +15880,7 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
                     now[t][part] = (llm__vi)(q + nibble
                                                  ? _mm256_add_epi16((__m256i)now[t][part], products)
                                                  : products);
-                    /* keeps the order: the compiler would add in a tree, which spills registers */
+                    /* keeps this order: a tree of additions would spill registers */
                     __asm__("" : "+x"(now[t][part]));
                 }
             }
@@ -15922,9 +15896,9 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
 #endif
 }
 
-/* Short sums are of w x (AVX2) or (w - 8) x (AVX-512). For sums of (w - zero) x, add `missing`
- * times multiplier times -8 sum x (which is stored with x), then q4_Z's zero points. For q4_K and
- * q5_K, add the minimum's multiplier times -8 sum x to `minimums`. */
+/* Short sums are of w x (AVX2) or (w - 8) x (AVX-512). To get sums of (w - zero) x, add `missing` x
+ * multiplier x -8 sum x (stored with x), then q4_Z's zero points. For q4_K and q5_K, add the
+ * minimum's multiplier x -8 sum x to `minimums`. */
 LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe, int T,
                                             const char *starts, const char *x_sums,
                                             llm__vi (*sums)[LLM__K(parts)],
@@ -15969,7 +15943,7 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, floa
     else LLM__K(store_some)(out, sum, n);
 }
 
-/* The same for LLM__PANEL rows; whole registers without a gate are handled inline. */
+/* The same for LLM__PANEL rows. Whole registers without a gate are handled inline. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, int64_t row,
                                       const llm__vf *sums) {
     float *out = args->out + i * args->w->rows + row;
@@ -15986,7 +15960,7 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, i
     }
 }
 
-/* Multiply a panel by T rows of x from row i on, all in one tile. T is a constant; so is l, if
+/* Multiply a panel by T rows of x from row i on, all in one tile. T is a constant; so is l if
  * `known`. */
 LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_args *args,
                                     const uint8_t *panel, int64_t row, int64_t i) {
@@ -16022,7 +15996,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                         LLM__PREFETCH(span + llm__span_bytes(l) + line);
                 stripe += head;
             }
-            /* keeps the sums in memory, since the block needs the registers */
+            /* keeps the sums in memory: the block needs the registers */
             if (T > 4) __asm__ volatile("" : "+m"(sums));
         }
         const float *scales = (const float *)(const void *)(x + x_scales);
@@ -16049,7 +16023,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                 for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(l, stripe, half, part, &w);
-                    /* loads x again for each part; the compiler would spill it */
+                    /* loads x again for each part: the compiler would spill it */
                     __asm__("" : "+r"(values));
                     if (whole)
                         LLM__K(add_whole_block)(l, T, &w, part, values, block_sums, products,
@@ -16182,7 +16156,7 @@ LLM__INLINE const float *llm__tile_scales(const llm__tile_args *args, int block)
            block % 2;
 }
 
-/* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane */
+/* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane. */
 LLM__INLINE __m512i llm__tile_sums(const llm__tile_args *args, int block, int t) {
     int32_t pair;
     memcpy(&pair,
@@ -16245,7 +16219,7 @@ LLM__INLINE void llm__amx_add(const llm__tile_args *args, int first, int end, __
     }
 }
 
-/* The same in integers, for weights with multipliers */
+/* The same in integers, for weights with multipliers. */
 LLM__INLINE void llm__amx_add_whole(const llm__tile_args *args, int first, int end, __m512i *sums) {
     const int32_t *products = args->products;
     const float *multipliers = args->scales + first * LLM__PANEL;
@@ -16340,7 +16314,7 @@ LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int co
     }
 }
 
-/* Unpack `count` blocks: weights to signed bytes, and scales or multipliers. */
+/* Unpack `count` blocks: weights to signed bytes; scales or multipliers. */
 LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count, int8_t *w,
                                  float *scales, float *others) {
     if (l.zero == 8)
@@ -16358,7 +16332,7 @@ LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count
     else llm__amx_unpack_as(l, stripe, count, w, scales, others);
 }
 
-/* The same, but to the low and high bytes of weight times multiplier, (4, 16, 16, 4) each */
+/* The same, but to the low and high bytes of weight times multiplier, (4, 16, 16, 4) each. */
 LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, int count,
                                         int8_t *low, int8_t *high, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)l.zero), bytes = _mm512_set1_epi16(255);
@@ -16390,8 +16364,8 @@ LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, in
     }
 }
 
-/* Unpack up to four blocks, starting with block `first`. Returns the arguments that multiply them
- * by the tile of x whose first row is i. w, scales and others have room for a chunk. */
+/* Unpack up to four blocks from `first` on. Returns the arguments that multiply them by the tile of
+ * x whose first row is i. w, scales and others have room for a chunk. */
 LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args,
                                           const uint8_t *panel, int64_t i, int64_t first,
                                           int64_t blocks, int8_t *w, float *scales, float *others) {
@@ -16456,7 +16430,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, con
             _mm512_storeu_ps(kept + t * 16, floats[t]);
 }
 
-/* Pass the fields of l that differ most as constants, so that the compiler specializes the code. */
+/* Pass the fields of l that differ most as constants, to make the compiler specialize the code. */
 LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args,
                                    const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
                                    float *scales, float *others, float *kept) {
@@ -16481,7 +16455,7 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_args *tiles, int k) {
     llm__amx_finish(&tiles[k], 0, sums);
 }
 
-/* "By halves": multiply 256 columns of two tiles of x by a panel. The products of `before` (or
+/* "By halves": multiply 256 columns of two tiles of x by a panel. The products of `before` (if not
  * NULL) are stored when their tile registers are needed, and added up while the tile unit
  * multiplies. */
 LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_args *before) {
@@ -16514,8 +16488,8 @@ LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_ar
 #undef LLM__TILE_ZERO
 #undef LLM__TILE_ADD
 
-/* Multiply a group of panels (by halves: up to four, in chunks: up to two, alone: one) by all rows
- * of x. The panels share each tile of x while it is cached. */
+/* Multiply a group of panels ("by halves": up to four, "in chunks": up to two, "alone": one) by all
+ * rows of x. The panels share each tile of x while it is cached. */
 static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *args,
                             const uint8_t *panels, int n_panels, int64_t row, char *scratch) {
     int64_t blocks = 2 * llm__stripes(args->w->cols), kept_rows = args->n + 2 * LLM__X_TILE;
@@ -16678,8 +16652,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of the second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r +
                                 2 * half;
-                /* an infinite range gives an infinite scale, so that the result is not finite
-                 * either */
+                /* an infinite range gives an infinite scale, hence a result that is not finite */
                 if (half == 0 || group == LLM__BLOCK)
                     scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
                 if (i < stop && inverse > 0.0f) {
@@ -16707,8 +16680,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
 static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end,
                            void *scratch) {
     llm__layout l = llm__layout_of(args->w->type);
-    /* Constants make the compiler generate separate kernels for q8_0, for q4_0, for q4_K with q4_Z,
-     * and for the other types. */
+    /* Constants give q8_0, q4_0, q4_K with q4_Z, and the other types separate kernels. */
     if (l.quads == 0) LLM__K(matmul_float)(args, first, end, scratch);
 #if LLM__KERNEL_PASS != 0
     else if (l.quads == 8) {
@@ -16860,7 +16832,7 @@ typedef struct LLM__K(tile) { /* 64 positions, in the cache or converted to f32 
 } LLM__K(tile);
 
 /* Find the tile of a token from position `first` on; positions after `last` do not exist. From
- * position `branch` on, each row has a place of its own. Missing rows get a valid address, for
+ * position `branch` on (in a tree), each row has its own. Missing rows get a valid address, for
  * prefetching. */
 LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence, int token,
                                    int kv_head, int first, int last, int branch,
@@ -16910,7 +16882,7 @@ static void LLM__K(copy_keys)(const llm__attention_args *args, int sequence, int
     tile->stride = LLM__TILE;
 }
 
-/* Prefetch the next tile a few lines at a time: all at once would stall. */
+/* Prefetch a few lines of the next tile at a time: all at once would stall. */
 LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
     if (next)
         LLM__PREFETCH_FAR((const char *)next->keys[group] +
@@ -16985,7 +16957,7 @@ LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q,
 }
 
 /* Turn a row's scores into weights exp(score - largest). The row sees keys `from` to seen - 1; key
- * k is at distance `ahead` - k. Not inlined, so that one compiled form rounds all rows alike. */
+ * k is at distance `ahead` - k. Not inlined: one compiled form must round all rows alike. */
 LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen,
                                                     const llm_attention_shape *shape, float slope,
                                                     int ahead, float *largest, float *total,
@@ -17017,7 +16989,8 @@ LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int
     *largest = new_largest;
 }
 
-/* sums[r] += weights times values of keys first .. end - 1, for R rows and V registers from d on */
+/* Add to sums[r]: weights times values of keys first .. end - 1, for R rows and V registers from d
+ * on. */
 LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights,
                                      const LLM__K(tile) *tile, const LLM__K(tile) *next, int d,
                                      int first, int end, int head_dim, int padded_dim,
@@ -17075,7 +17048,7 @@ typedef struct LLM__K(query_rows) { /* the query rows of an attention item */
     int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
 } LLM__K(query_rows);
 
-/* Attention for rows `row` to row + R - 1, whose bounds `from` and `seen` ascend. */
+/* Attention of rows `row` to row + R - 1, whose bounds `from` and `seen` ascend. */
 LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args *args,
                                 const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
                                 int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
@@ -17088,7 +17061,7 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args 
                             rows->slope[row + r], rows->position[row + r] - rows->first,
                             &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
-    /* values that all rows see are loaded once for all */
+    /* values that all rows see are loaded once */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
         LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, from[r],
@@ -17118,7 +17091,7 @@ static void LLM__K(find_rows)(const llm__attention_args *args, int sequence, int
     }
 }
 
-/* Set which keys the rows see in the tile from position `first` on. */
+/* Find which keys of the tile from position `first` on each row sees. */
 LLM__INLINE void LLM__K(see_tile)(const llm__attention_args *args, int first,
                                   LLM__K(query_rows) *rows) {
     rows->first = first;
@@ -17142,7 +17115,7 @@ LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_args *a
     for (; row < end; row++) LLM__K(attend)(1, type, args, a, rows, row, tile, next);
 }
 
-/* A few rows read f16 in place, if head_dim is a multiple of LLM__W. */
+/* A few rows read f16 in place if head_dim is a multiple of LLM__W. */
 static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(attention_scratch) *a,
                                 const LLM__K(query_rows) *rows, const LLM__K(tile) *tile,
                                 const LLM__K(tile) *next) {
@@ -17187,8 +17160,8 @@ typedef struct llm__amx_tile {
     float *scores;         /* (16 rows, 64) */
 } llm__amx_tile;
 
-/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. To round,
- * half a unit of the last place is added; f16 values (exact) need no rounding. */
+/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. Rounding
+ * adds half a unit in the last place; f16 values (`exact`) need none. */
 LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000),
                   half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
@@ -17201,14 +17174,14 @@ LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void
                         _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
 }
 
-/* 16 values of a row from value d on; zeros after its end */
+/* 16 values of a row from value d on, padded with zeros. */
 LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head_dim) {
     if (d + 16 <= head_dim) return (__m512)LLM__K(load_as)(type, row, d);
     return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d)
                         : _mm512_setzero_ps();
 }
 
-/* Use the vector form's scratch memory; the packed queries follow it. */
+/* Reuse the vector form's scratch memory; the packed queries follow it. */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
@@ -17224,7 +17197,6 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     return t;
 }
 
-/* Scale the queries, split them into bf16 parts, and pack them. */
 static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_rows) *rows,
                            const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
     __m512 scale = _mm512_set1_ps(args->shape.scale);
@@ -17239,7 +17211,6 @@ static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_r
         }
 }
 
-/* Convert 16 keys to bf16. */
 LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile,
                                       const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
                                       int group) {
@@ -17319,7 +17290,7 @@ LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, i
     LLM__TILE_STORE(3, t->scores + 48, stride);
 }
 
-/* The same for one group of keys, with the same order of sums */
+/* The same for one group of keys, with the same order of sums. */
 LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int group) {
     LLM__TILE_ZERO(0);
     for (int d = 0; d < depth; d += 32) {
@@ -17334,7 +17305,7 @@ LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int gr
     LLM__TILE_STORE(0, t->scores + group * 16, LLM__TILE * 4);
 }
 
-/* sums (16 rows, padded_dim) += weights (16 rows, n) times values (n, padded_dim) */
+/* sums (16 rows, padded_dim) += weights (16 rows, n) times values (n, padded_dim). */
 LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, float *sums) {
     int64_t stride = padded_dim * 4;
     for (int d = 0; d < padded_dim; d += 64) {
@@ -17368,7 +17339,7 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 #undef LLM__TILE_STORE
 #undef LLM__TILE_LOAD
 
-/* e^x for x <= 0, with a relative error of 1e-6: 2^k 2^r with integer k and |r| <= 1/2 */
+/* e^x for x <= 0, with a relative error of 1e-6: 2^k 2^r with integer k and |r| <= 1/2. */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
     /* coefficients of the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
     const float terms[] = {1.54035304e-4f,
@@ -17410,8 +17381,8 @@ LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
                          _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-/* Turn the scores (n_rows, n keys) into weights, and rescale the earlier sums. sees: a bit per key,
- * for each row */
+/* Turn the scores (n_rows, n keys) into weights, and rescale the earlier sums. sees: for each row,
+ * a bit per key. */
 LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees,
                                   float *largest, float *total, float *sums, int padded_dim) {
     __m512 rows[16], before = _mm512_loadu_ps(largest);
@@ -17492,7 +17463,7 @@ static void LLM__K(attention)(const llm__attention_args *args, int sequence, int
     int last = rows.position[rows.n - 1],
         begin = llm__first_seen(&args->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     bool as_it_lies = args->cache->keys_transposed && args->cache->block_size % LLM__W == 0;
-    /* in a tree, all rows are of one token: see llm__attend */
+    /* in a tree, all rows belong to one token: see llm__attend */
     int token = args->batch->seq_first[sequence], branch = INT_MAX;
     if (llm__is_tree(args->batch, sequence))
         branch = args->batch->positions[token], token += first_row * args->shape.n_kv_heads /
@@ -17556,8 +17527,8 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #define LLM__IMPLEMENTED_KERNELS
 
 /* The passes take most of the compile time, so a program may compile each in a file of its own,
- * where LLM_KERNELS_HERE is the level of the pass: 0 (baseline), 1 (AVX2, or NEON's dot products)
- * or 2 (AVX-512). In its other files, it is -1. */
+ * with LLM_KERNELS_HERE as the level of the pass: 0 (baseline), 1 (AVX2, or NEON's dot products) or
+ * 2 (AVX-512). In its other files, it is -1. */
 #ifdef LLM_NO_FAST_KERNELS
 #define LLM__COMPILES(level) 0
 #elif defined(LLM_KERNELS_HERE)
@@ -17573,7 +17544,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, const llm_attentio
 #define LLM__KERNELS static
 #endif
 
-/* Compile the passes. If you rename this file, define LLM_FILE_NAME as its new name. */
+/* If you rename this file, define LLM_FILE_NAME as its new name: the passes include it. */
 #ifndef LLM_FILE_NAME
 #define LLM_FILE_NAME "llm.h"
 #endif
@@ -17647,7 +17618,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, const llm_attentio
 #undef LLM__KERNEL_PASS
 #endif
 
-/* Linux grants AMX to a process on request only. */
+/* Linux grants AMX to a process only on request. */
 static bool llm__has_matrix_tiles(void) {
 #if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c emulates them */
     return true;
@@ -17674,7 +17645,7 @@ static bool llm__has_matrix_tiles(void) {
 
 #ifdef LLM__DOTPROD
 static bool llm__has_dot_products(void) {
-#ifdef __ARM_FEATURE_DOTPROD /* the compiler's target has them */
+#ifdef __ARM_FEATURE_DOTPROD /* the target always has them */
     return true;
 #else
     enum { DOT_PRODUCTS = 1 << 20 }; /* Linux's HWCAP_ASIMDDP */
@@ -17735,22 +17706,21 @@ static double llm__sum_exp(const float *x, int n, float shift) {
  * memory traffic in three ways, each with a switch (llm_program.fusions):
  *
  *   - every thread computes and rounds the norm of a few rows for itself, in its own memory;
- *   - an item of attention that has all rows of its heads first applies RoPE to them;
+ *   - an attention item that has all rows of its heads first applies RoPE to them;
  *   - the products gate and up are one stage, which also applies the activation.
  *
  * The fastest plan depends on the number of rows, so there is one for each class of steps.
  *
- * A thread first does the item with its own number: it has the same weights in each step, so they
- * may still be in the thread's cache. Then the threads take the remaining items one by one, so a
- * slow thread does fewer. The first thread alone does a stage that is too small to share.
+ * A thread first does the item with its own number: its weights are the same in each step, so they
+ * may still be in the thread's cache. The threads take the remaining items one by one, so a slow
+ * thread does fewer. A stage too small to share is left to the first thread.
  *
- * A barrier waits for the slowest thread, and on a busy machine the system may suspend a thread for
- * milliseconds. When the calling thread has waited so long that it would have been faster alone, it
- * works alone for four times as long. So at most a fifth of the time is lost. */
+ * A barrier waits for the slowest thread, and a busy machine may suspend a thread for milliseconds.
+ * When the calling thread has waited so long that it would have been faster alone, it works alone
+ * for four times as long. So at most a fifth of the time is lost. */
 
 enum {
-    LLM__LARGE_WORK = 4000000,       /* smallest product to balance over threads, in
-                                      * multiply-adds */
+    LLM__LARGE_WORK = 4000000,       /* smallest product to balance, in multiply-adds */
     LLM__SHARED_WORK = 30000,        /* smallest stage to share, in multiply-adds */
     LLM__THREADS_WORK = 400000,      /* smallest run to start threads for, in multiply-adds */
     LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* bytes read past x_tiles */
@@ -17763,23 +17733,23 @@ enum {
 typedef struct llm__stage {
     const llm_op *op;       /* the operation; the last of fused ones */
     const llm_op *before;   /* operation that each item does first (gate, RoPE); NULL: none */
-    bool rounds;            /* it only rounds the input of op, a product */
-    bool barrier;           /* the threads wait for each other before it */
-    bool each;              /* every thread does all of it, in its own memory */
+    bool rounds;            /* stage that only rounds the input of op, a product */
+    bool barrier;           /* the threads wait for each other before this stage */
+    bool each;              /* every thread does the whole stage, in its own memory */
     bool own_x;             /* each thread has its own copy of the input (norm: of the output) */
     bool own_tiles;         /* each thread has its own copy of the rounded rows */
 } llm__stage;
 
-typedef struct llm__deal {  /* how the items of a stage are dealt out in one run */
+typedef struct llm__deal {  /* how a stage is divided into items in one run */
     const llm__stage *stage;
     int64_t items;
     int64_t next;           /* items taken, besides each thread's own first one */
     int64_t n;              /* rows of activations (swiglu: values) */
     int64_t n_per_item;     /* rows of activations in an item; 0: items are rows of the matrix */
-    int64_t first_rows;     /* rows of the matrix in a thread's own first item */
-    int64_t more_rows;      /* rows of the matrix in any other item */
-    int64_t parts;          /* rounding: items per tile of x; each rounds some of the columns */
-    double amount;          /* work, in multiply-adds or their equivalent in time */
+    int64_t first_rows;     /* matrix rows in a thread's own first item */
+    int64_t more_rows;      /* matrix rows in any other item */
+    int64_t parts;          /* rounding: items per tile of x, each for some columns */
+    double amount;          /* work, in multiply-adds or equivalent time */
     bool shared;            /* all threads take items */
 } llm__deal;
 
@@ -17797,7 +17767,7 @@ typedef struct llm__plan {  /* the result of prepare */
     void *memory;           /* all stages and deals */
 } llm__plan;
 
-/* Most rows in a class of steps */
+/* Most rows in a class of steps. */
 static int llm__class_rows(int class_) {
     static const int rows[LLM__CLASSES] = {1, 2, 4, 8, 16, 32, 64, 128, INT_MAX};
     return rows[class_];
@@ -17809,7 +17779,7 @@ static int llm__class_of(int n) {
     return class_;
 }
 
-/* Rows of x per item: the same in every stage, since a thread's rows may still be in its cache */
+/* Rows of x per item: the same in every stage, since a thread's rows may still be in its cache. */
 static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
@@ -17823,7 +17793,7 @@ static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
 
 /* ---- The plan ---- */
 
-/* How a stage uses a buffer, or stages have used it since the last barrier */
+/* How a stage, or all stages since the last barrier, use a buffer. */
 enum {
     LLM__READ = 1,
     LLM__WRITTEN = 2,
@@ -17854,9 +17824,8 @@ static void llm__plan_touch(llm__planner *p, const llm_op *op) {
 }
 
 /* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote a buffer
- * that it reads or writes, or read a buffer that it writes. A thread's own copy is written by no
- * other thread, so reading it needs no barrier. (Writing own copies counts as writing the buffer,
- * since this is the first thread's copy.) */
+ * that it reads or writes, or read a buffer that it writes. Reading a thread's own copy needs no
+ * barrier. (Writing own copies counts as writing the buffer, which is the first thread's copy.) */
 static void llm__plan_add(llm__planner *p, llm__stage stage) {
     int n = p->program->n_buffers + 1;
     stage.barrier = p->n_stages == 0 || !(p->program->fusions & LLM_FUSE_SIDE_BY_SIDE);
@@ -17887,13 +17856,13 @@ static void llm__plan_norm(llm__planner *p, llm__stage stage) {
     if (stage.each) p->own = op->out;
 }
 
-/* Is it a product with one matrix, or with the matrices of experts? */
+/* Is it a product with one matrix or with the matrices of experts? */
 static bool llm__is_product(const llm_op *op) {
     return op->kind == LLM_OP_MATMUL || op->kind == LLM_OP_EXPERTS;
 }
 
 /* Bytes of the rounded input of a product, for n tokens. The tiles of an expert's rows begin at
- * twice the index of the first of them: m rows fill tiles of m rows (m <= 8) or of fewer than 2 m
+ * twice the index of the first row: m rows fill tiles of m rows (m <= 8) or of fewer than 2 m
  * rows. */
 static uint64_t llm__rounded_bytes(const llm_op *op, int64_t n) {
     uint64_t bytes, rows = op->kind == LLM_OP_EXPERTS
@@ -17905,8 +17874,7 @@ static uint64_t llm__rounded_bytes(const llm_op *op, int64_t n) {
                : UINT64_MAX;
 }
 
-/* Plan a product. If its weights are multiplied as integers, a stage before it rounds its input,
- * unless that is done already. */
+/* Plan a product. If its weights are multiplied as integers, an earlier stage rounds its input. */
 static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
     const llm_op *op = stage.op;
     int x = op->in[0], group = llm__x_group(op->weight->type), rounded = p->program->n_buffers;
@@ -18037,11 +18005,11 @@ static llm__plan *llm__plan_new(const llm__cpu *cpu, const llm_program *program,
     return plan;
 }
 
-/* ---- How the items of a stage are dealt out ---- */
+/* ---- Dividing a stage into items ---- */
 
 /* An attention item is one kv head and up to 128 (token, head) rows of a sequence. Items are
- * counted from the end: the last rows of a prompt see the most positions, and long items should
- * start first. */
+ * counted from the end: a prompt's last rows see the most positions, and long items should start
+ * first. */
 static int64_t llm__attention_chunks(const llm_op *op, const llm_batch *batch, int sequence) {
     int64_t group = op->attention.n_heads / op->attention.n_kv_heads;
     return llm__divide_up(batch->seq_count[sequence] * group, LLM__QUERY_ROWS);
@@ -18082,14 +18050,14 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
                         (double)deal->n;
     if (stage->op->kind == LLM_OP_MATMUL && cpu->n_threads > 1 &&
         deal->n >= 2 * LLM__X_TILE * cpu->n_threads && share * (int64_t)sizeof(float) < 4096) {
-        /* A thread's part of a result row would be shorter than a page, and the threads'
-         * prefetchers would take cache lines from each other. So items are rows of x. */
+        /* A thread's part of a result row would be shorter than a page, and prefetchers would
+         * compete for cache lines. So items are rows of x. */
         deal->n_per_item = llm__share_of_rows(cpu, deal->n);
         deal->items = llm__divide_up(deal->n, deal->n_per_item);
     } else {
-        /* Each thread gets one long run of rows of the matrix, because a new stream from memory
-         * starts slowly. The rest of a large matrix is dealt out in small items, so that all
-         * threads finish together. */
+        /* Each thread gets one long run of matrix rows, since a new stream from memory starts
+         * slowly. The rest of a large matrix is divided into small items, so that all threads
+         * finish together. */
         bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
         deal->first_rows = small ? llm__divide_up(share, LLM__PANEL) * LLM__PANEL
                                  : share * 15 / 16 / 64 * 64;
@@ -18100,8 +18068,8 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
     }
 }
 
-/* Deal out an operation whose items are rows of activations. The factors (work per value) are
- * rough: they only decide which stages are shared. */
+/* Divide an operation whose items are rows of activations. The factors (work per value) are rough:
+ * they only decide which stages are shared. */
 static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *deal) {
     const llm_attention_shape *a = &op->attention;
     int64_t width = op->out >= 0 ? step->program->buffers[op->out].width
@@ -18135,7 +18103,7 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
     else if (llm__is_product(stage->op)) llm__deal_matmul(cpu, stage, deal);
     else if (stage->op->kind == LLM_OP_ATTENTION) llm__deal_attention(step, stage->op, deal);
     else llm__deal_rows(step, stage->op, deal);
-    /* a small product is also shared if the stage before it is, with no barrier between */
+    /* a small product is shared, too, if the previous stage is and no barrier is between them */
     bool beside = llm__is_product(stage->op) && !stage->barrier && ahead && ahead->shared;
     deal->shared = !stage->each && deal->items > 1 && cpu->n_threads > 1 &&
                    (deal->amount >= LLM__SHARED_WORK || beside);
@@ -18143,7 +18111,7 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
 
 /* ---- The work of an item ---- */
 
-/* The first thread's own copy is the shared buffer. Those of the others are at the end of their
+/* The first thread's own copy is the shared buffer. The other threads' are at the end of their
  * scratch memory, and valid until the run ends. */
 static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch,
                            size_t from_end) {
@@ -18191,14 +18159,14 @@ static void llm__round_item(const llm__step *step, const llm__deal *deal, int64_
 }
 
 /* Do matrix tiles multiply n rows of x faster than vector registers? q6_K has two scales per block,
- * so its tiles always take 32 rows. For 17 to 24 rows, vector registers unpack 4-bit weights fast
- * enough to beat two tiles, the second of which would be half empty. */
+ * so its tiles always take 32 rows. For 17 to 24 rows and 4-bit weights, vector registers beat two
+ * tiles, the second of which would be half empty. */
 static bool llm__tiles_pay(llm__layout l, int64_t n) {
     if (l.quads == 4 && n > LLM__X_TILE && n <= LLM__X_TILE + 8) return false;
     return n > (l.quads == 6 ? 12 : 8);
 }
 
-/* Arguments of the product of a group of rows of x with matrix w */
+/* Arguments of the product of a group of rows of x with matrix w. */
 static llm__matmul_args llm__matmul_args_of(const llm__step *step, const llm__deal *deal,
                                             const llm_op *op, const llm_weight *w,
                                             const llm__group *g, void *scratch) {
@@ -18222,8 +18190,9 @@ static llm__matmul_args llm__matmul_args_of(const llm__step *step, const llm__de
     return args;
 }
 
-/* Multiply some rows of the group by the matrix, or all its rows by some rows of the matrix. Every
- * few panels need all rows of x, so a long prompt is cut into parts that stay in the L2 cache. */
+/* Multiply some rows of the group by the matrix, or all its rows by some rows of the matrix. All
+ * rows of x are read for every few panels, so a long prompt is cut into parts that stay in the L2
+ * cache. */
 static void llm__multiply_group(const llm__step *step, const llm__deal *deal, const llm__group *g,
                                 int64_t item, void *scratch) {
     const llm__cpu *cpu = step->cpu;
@@ -18259,7 +18228,7 @@ static void llm__multiply_group(const llm__step *step, const llm__deal *deal, co
                       (size_t)(x_row / LLM__X_TILE) * args.x_tile_bytes;
         args.out = whole.out + x_row * args.w->rows;
         gate.n = args.n, gate.x = args.x, gate.x_tiles = args.x_tiles, gate.out = args.out;
-        /* the gate's results must stay in the L2 cache: limit the rows of the matrix */
+        /* the gate's results must stay in the L2 cache: limit the matrix rows */
         int64_t run =
             args.gate
                 ? llm__max(LLM__GATE_CACHE_BYTES / (args.n * (int64_t)sizeof *args.out) / 64, 1) *
@@ -18273,8 +18242,8 @@ static void llm__multiply_group(const llm__step *step, const llm__deal *deal, co
     }
 }
 
-/* Attention for rows of a sequence's queries. The tokens of a tree see different positions, so each
- * is computed by itself. */
+/* Attention for some of a sequence's query rows. The tokens of a tree see different positions, so
+ * they are computed one by one. */
 static void llm__attend(const llm__kernels *kernels, const llm__attention_args *args, int sequence,
                         int kv_head, int first, int end, void *scratch) {
     int run = llm__is_tree(args->batch, sequence) ? args->shape.n_heads / args->shape.n_kv_heads
@@ -18301,7 +18270,7 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
         llm__plain_attention(&args, (int)item, (float *)scratch);
         return;
     }
-    /* this choice must not depend on the batch: all rows of a sequence are computed alike */
+    /* must not depend on the batch: all rows of a sequence are computed alike */
     args.tiles = cpu->isa >= LLM_ISA_AMX && args.cache->type == LLM_F16 &&
                 group >= LLM__SHARING_HEADS && !(op->attention.cap > 0) &&
                 !(op->attention.alibi > 0);
@@ -18410,7 +18379,7 @@ static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     if (start > 0) *waited += llm_seconds() - start;
 }
 
-/* For a profile. llm__lap_begins ends the previous lap: the time since the previous call is charged
+/* For a profile. llm__lap_begins ends the previous lap: it charges the time since the previous call
  * to that call's operation. deal NULL: the run ends. */
 typedef struct llm__lap {
     double *seconds, start;
@@ -18474,7 +18443,7 @@ static void llm__run_team(const llm__step *step, llm__deal *deals, int n) {
         if (omp_get_thread_num() == 0) waited -= llm_seconds();
     }
     double end = llm_seconds();
-    waited += end; /* with the wait at the end of the parallel region */
+    waited += end; /* includes the wait at the end of the parallel region */
     if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start))
         cpu->alone_until = end + 4 * waited;
 }
@@ -18520,9 +18489,9 @@ static const llm__variant *llm__find_variant(const llm__step *step, bool head) {
     return &plan->variants[head][llm__class_of(rows)][inside];
 }
 
-/* Deal out the stages of a part, and return their number. If variant and number of rows are those
- * of the last run, only the deals of attention change. (Cache lines that are not written stay valid
- * in the other cores.) */
+/* Divide the stages of a part into items; returns their number. If variant and number of rows are
+ * those of the last run, only attention's deals change. (Cache lines that are not written stay
+ * valid in the other cores.) */
 static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
     llm__plan *plan = (llm__plan *)step->program->plan;
     const llm__variant *v = llm__find_variant(step, head);
@@ -18565,7 +18534,7 @@ static bool llm__cpu_run(void *context, const llm_program *program, llm_part par
     if (!llm__check_step(&step, part, err)) return false;
     llm__deal *head, *deals = NULL;
     int n_deals = part & LLM_BODY ? llm__deal_part(&step, false, &deals) : 0;
-    if (part & LLM_HEAD) { /* its deals follow the body's, so one run does both */
+    if (part & LLM_HEAD) { /* after the body's, so one run does both */
         n_deals += llm__deal_part(&step, true, &head);
         if (!deals) deals = head;
     }
@@ -18605,10 +18574,10 @@ static bool llm__cpu_stage(void *context, const llm_program *program, llm_part p
 
 /* ---- Prepare ---- */
 
-/* Reserve scratch memory for each thread, large enough for each of these: a tile of unpacked
- * weights that fits in the L2 cache (or four rows, if that is more); packed panels and matrix
- * tiles; attention in tiles; all scores of a query (naive attention). The thread's own copies
- * follow. Memory never shrinks, so programs prepared earlier still fit. */
+/* Reserve scratch memory for each thread, large enough for any of: a tile of unpacked weights that
+ * fits in the L2 cache (at least four rows); packed panels and matrix tiles; attention in tiles;
+ * all scores of a query (naive attention). The thread's own copies follow. Memory never shrinks, so
+ * programs prepared earlier still fit. */
 static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const llm_limits *limits,
                              llm_error *err) {
     int64_t max_cols = 1, head_dim = 1, rows = llm__max(limits->max_tokens, limits->max_logits);
@@ -18919,9 +18888,8 @@ void llm_backend_free(llm_backend *backend) {
     if (backend) backend->destroy(backend);
 }
 
-/* Round n up: to a power of two if n <= 8, to a multiple of 8 if n < 128, otherwise to a multiple
- * of an eighth of the largest power of two <= n. From 64 on, this adds at most an eighth, and gives
- * only a few dozen sizes. */
+/* Round n up: to a power of two if n <= 8, to a multiple of 8 if n < 128, else to a multiple of an
+ * eighth of the largest power of two <= n. This gives only a few dozen sizes. */
 int llm_rounded_rows(int n) {
     int step = 8, rounded = 1;
     while (rounded < n && rounded < 8) rounded *= 2;

@@ -57,7 +57,7 @@ typedef struct run {
     int32_t *ids;
     llm_model *loaded, *draft;
     sample *samples;
-    int shown;  /* samples shown completely; the next is shown as it is generated */
+    int shown;  /* samples shown completely; the next one is shown as it is generated */
     int opened; /* samples shown at least in part */
     figures figures;
 } run;
@@ -548,7 +548,8 @@ static bool tokenize_decode(const tokenizing *t, const char *data, size_t length
     return bytes >= 0;
 }
 
-/* Read JSON values, one per line. Print each result at once: another program may wait for it. */
+/* Read JSON values, one per line. Print each result at once, since another program may be waiting
+ * for it. */
 static bool tokenize_lines(const tokenizing *t) {
     char *line = NULL;
     size_t capacity = 0;
@@ -596,7 +597,8 @@ static bool tokenize_all(const tokenizing *t, int argc, char **argv) {
 }
 
 /* The path of the vocabulary. For a folder, it is that of tokenizer.json, which the engine reads
- * with the files beside it, so the weights may be missing or of an unsupported type. */
+ * together with the other vocabulary files, so the weights may be missing or of an unsupported
+ * type. */
 static char *vocabulary_path(const char *given) {
     static const char name[] = "/tokenizer.json";
     char *path = model_path(given);
@@ -732,7 +734,7 @@ static int dispatch(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-    int descriptor; /* open closed standard streams, so that no other file gets their number */
+    int descriptor; /* open missing standard streams, so that no other file gets their number */
     while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
     if (descriptor > STDERR_FILENO) close(descriptor);
     if (argc > 0) program_path = argv[0];

@@ -5,7 +5,7 @@
 
 enum { MEMORY_TYPES = 64 };
 
-/* The number of weights of a shape: in its matrices, and the few in its norms. */
+/* The number of weights of a shape: those of its matrices, and the few of its norms. */
 static double shape_weights(const shape *s) {
     double head_dim = s->head_dim ? s->head_dim : s->dim / s->heads, q = s->heads * head_dim,
            kv = s->kv_heads * head_dim;

@@ -12,7 +12,7 @@ typedef struct attention_look { /* what to capture, and the captured data */
     int layer, head; /* index of the layer; index of the query head in it */
     bool seen;       /* whether the attention was captured */
     bool failed;
-    int n; /* number of positions that the last token attends to */
+    int n; /* number of positions that the last token sees */
     int head_dim;
     float scale; /* factor of the scores */
     float *q;             /* (head_dim) */
@@ -21,7 +21,7 @@ typedef struct attention_look { /* what to capture, and the captured data */
     double tiled_seconds, naive_seconds; /* times for all heads and tokens */
 } attention_look;
 
-static struct { /* state of attention_run, which gets only the device's context */
+static struct { /* state of attention_run, whose only context is the device's */
     const llm_backend *device;
     attention_look *look;
 } attention_spy;
@@ -143,8 +143,8 @@ static void attention_exact(const attention_look *a, double *weights, double *ou
     }
 }
 
-/* Add a bar: what each tile's terms make of the sum l, after `tile` tiles. The last series is for
- * all further tiles. */
+/* Add a bar: each tile's contribution to the sum l, after `tile` tiles. The last series is for all
+ * further tiles. */
 static void attention_plot_sum(plot *p, double *terms, int tile, float shrink, float total) {
     char name[32];
     snprintf(name, sizeof name, "after tile %d", tile);
@@ -215,9 +215,9 @@ static void attention_frame(lesson *l, const plot *scores, const plot *sums, con
 #undef FRAME_Y
 }
 
-/* Compute the attention tile by tile: keep the largest score m, the sum l and the weighted values
- * so far, which are scaled down when m grows. Returns the difference of the result from `exact`
- * (head_dim). */
+/* Compute the attention tile by tile: keep the largest score m, the sum l and the weighted sum of
+ * values so far; both sums are scaled down when m grows. Returns the difference between the result
+ * and `exact` (head_dim). */
 static double attention_walk(lesson *l, const attention_look *a, const double *exact) {
     static const column columns[] = {{"tile", "tile", "%.0f"},
                                      {"first", "first", "%.0f"},

@@ -227,7 +227,7 @@ static bool int4_types(lesson *l, const int4 *x) {
             double mib = (double)llm_model_step_bytes(model) / 1048576;
             add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib,
                     100 * int4_error(x, type), bits, per_token, rate);
-            /* bf16 would hide f16: its point is at the same place. */
+            /* bf16 would hide f16: both have the same point */
             int one = type->type == LLM_BF16 ? -1 : plot_series_add(&p, type->name);
             if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* labelled */
             plot_point(&p, one, mib, bits);

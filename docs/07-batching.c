@@ -226,7 +226,7 @@ static void batching_box(scene *s, double x, double y, int colour, char mark) {
     scene_text(s, SCENE_ON + colour, 14, x + 14, y + 19, 0.5, false, (char[2]){mark, 0});
 }
 
-/* Draw a policy in a tick: who is in the slots, who waits, and how many have ended. */
+/* Draw a policy at one tick: the requests in the slots, those waiting, and the number ended. */
 static void batching_policy(scene *s, const batching *b, const plot *map, const char *name,
                             int tick, double y) {
     int waiting = 0, ended = 0, padding = 0;

@@ -1,9 +1,9 @@
 /* 08-paged.c - llm lesson paged: the owner of each cache block, step by step. See 08-paged.md.
  *
  * Four requests arrive and end. One asks for three samples, which share the blocks of the prompt
- * until they write to them. One begins with the same tokens as another, and finds them in
- * the prefix cache. The engine's trace reports each block that a sequence takes, shares, copies and
- * releases. From these events the lesson keeps block tables of its own, and draws them after each
+ * until they write to them. One begins with the same tokens as another, and finds them in the
+ * prefix cache. The engine's trace reports each block that a sequence takes, shares, copies and
+ * releases. From these events the lesson reconstructs the block tables, and draws them after each
  * step. */
 #include "lesson.h"
 

@@ -1,7 +1,7 @@
 /* 09-prefix.c - llm lesson prefix: many questions after one long instruction. See 09-prefix.md.
  *
- * Each prompt is the same n_shared tokens, then some of its own. The requests first run one after
- * another, which gives the TTFT of each; then all at once, which shows how many blocks they
+ * Each prompt is the same n_shared tokens, then some different ones. The requests first run one
+ * after another, which gives the TTFT of each; then all at once, which shows how many blocks they
  * share. */
 #include "lesson.h"
 
@@ -19,7 +19,7 @@ static bool prefix_measure(lesson *l, task *tasks, int n, int n_tokens, bool cac
     l->engine.prefix_cache = cache;
     llm_engine *engine = lesson_engine(l->loaded, &l->engine);
     bool good = engine != NULL;
-    if (good) { /* warm up on another text: the first step touches new memory */
+    if (good) { /* warm up with another text: the first step touches new memory */
         int32_t *other = lesson_tokens(l, 9000, tasks[0].request.n_prompt);
         task t = new_task(other, tasks[0].request.n_prompt, 1);
         good = other && run_tasks(engine, &t, 1);

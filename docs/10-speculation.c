@@ -61,7 +61,7 @@ static const char *plain_text(const llm_tokenizer *t, int32_t id, char *out, siz
     return out;
 }
 
-/* Write a piece of text in a frame, on a new line if it does not fit, in a box of a colour. */
+/* Write a piece of text in a frame, on a new line if it does not fit, in a coloured box. */
 static void frame_piece(scene *s, const char *text, int colour, double *x, double *y) {
     double width = scene_text_width(text, 15, false);
     if (*x + width > SCENE_WIDTH - 28) *x = 28, *y += 26;
@@ -237,7 +237,8 @@ static double speculation_formula(double a, int depth) {
     return a >= 1 ? depth + 1 : (1 - pow(a, depth + 1)) / (1 - a);
 }
 
-/* The acceptance at which a step with `depth` proposals is worth `cost` plain steps; NAN: none. */
+/* The acceptance rate at which a step with `depth` proposals is worth `cost` plain steps; NAN:
+ * none. */
 static double speculation_break_even(double cost, int depth) {
     double low = 0, high = 1;
     if (depth == 0 || cost > depth + 1) return NAN;
@@ -249,7 +250,7 @@ static double speculation_break_even(double cost, int depth) {
     return low;
 }
 
-/* What one target gave: a row for each number of proposals. */
+/* Show the results for one target: a row for each number of proposals. */
 static void speculation_show(lesson *l, speculating *s, const speculation_row *rows,
                              const char *name) {
     static const column columns[] = {{"depth", "K", "%.0f"},
@@ -287,7 +288,7 @@ static void speculation_show(lesson *l, speculating *s, const speculation_row *r
             (double)llm_model_step_bytes(s->draft) / (double)llm_model_step_bytes(s->model));
 }
 
-/* The acceptance of each position, with the most proposals. */
+/* Show the acceptance rate at each position, for the largest number of proposals. */
 static void speculation_positions(lesson *l, const speculating *s, const speculation_row *deepest) {
     static const column columns[] = {{"position", "position", "%.0f"},
                                      {"tested", "tested", "%.0f"},

@@ -151,7 +151,7 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     return good;
 }
 
-/* The last column: are the tokens the same as on the rung before, as far as both ran? */
+/* The last column: are the tokens the same as on the previous rung, as far as both ran? */
 static const char *ladder_check(const ladder *x, const rung_result *a, const rung_result *b,
                                 char *out, size_t size) {
     if (!b) return "";
@@ -214,8 +214,8 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
     show_plot(l, &p);
 }
 
-/* Load the model (f16, or that of -m) and the same in int4. The bundled model also has a draft, and
- * the int4 model inflated, so that bytes limit it. */
+/* Load the model (the bundled f16 one, or that of -m) and the same in int4. The bundled model also
+ * has a draft, and an inflated int4 model, which is limited by bytes. */
 static bool ladder_models(lesson *l, ladder *x) {
     llm_error err;
     x->f16 = l->loaded;
@@ -288,7 +288,7 @@ static const rung ladder_gpu[] = {
     {"+ speculation", LADDER_GPU_LARGE, .draft = true},
 };
 
-/* Run each rung three times and keep the best result, since other programs use the machine too.
+/* Run each rung three times and keep the best result, since other programs use the machine, too.
  * Measure the bits per byte before and after the change to int4. */
 static bool ladder_climb(lesson *l, ladder *x, const rung *rungs, int n, int text,
                          rung_result *results) {
@@ -344,7 +344,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
     bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
     const rung *rungs = x.gpu ? ladder_gpu : ladder_cpu;
     int n = x.gpu ? COUNT(ladder_gpu) : COUNT(ladder_cpu);
-    if (!x.large) n -= 2; /* the last rungs are for speculation */
+    if (!x.large) n -= 2; /* the last rungs need speculation */
     good = good && ladder_climb(&l, &x, rungs, n, text, results);
     if (good) ladder_show(&l, &x, rungs, results, n);
     for (int i = 0; i < COUNT(results); i++)

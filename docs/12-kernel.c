@@ -363,7 +363,7 @@ static int lesson_kernel(const command *self, int argc, char **argv) {
     int n_prompt = 20, rows = 0, columns = 0;
     bool ladder = false;
     const char *kernel = "rmsnorm";
-    chosen.gpu.fused = false; /* each operation is a kernel of its own */
+    chosen.gpu.fused = false; /* each operation has a separate kernel */
     const option options[] = {
         LESSON_OPTIONS(l),
         {0, "kernel", "NAME", TEXT, &kernel, 0, 0,

@@ -40,7 +40,7 @@ static const cpu_rung cpu_rungs[] = {
     {"threads", LLM_ISA_BEST, false, false, true},
 };
 
-/* ---- The limit: the most multiply-adds that a core can start, on registers ------------------ */
+/* ---- The limit: the most multiply-adds per second that a core can start, on registers -------- */
 
 enum { PEAK_CHAINS = 12 }; /* independent sums */
 
@@ -144,8 +144,8 @@ static double cpu_peak(llm_isa isa, bool floats, int threads) {
 
 /* ---- The matrix and its products ---------------------------------------------------------- */
 
-/* The same weights in the requested type [0] and in f16 [1]. There are up to 32 copies, about
- * 128 MiB in all, so that they do not stay in a cache. */
+/* The same weights in the requested type [0] and in f16 [1]: up to 32 copies, about 128 MiB in all,
+ * so that they do not stay in a cache. */
 typedef struct cpu_matrix {
     int rows, cols;
     llm_type type;
@@ -264,7 +264,7 @@ typedef struct cpu_shown { /* the results so far */
     double bandwidth[2];              /* bytes per second of one thread, of all threads */
     float right[CPU_CHECKED * 32];    /* results of the plain loop */
     float out[2][CPU_CHECKED * 32];   /* results of the last two rungs */
-    bool same_by_row, same_threads;   /* whether row by row, or with threads, gives the same bits */
+    bool same_by_row, same_threads;   /* whether row by row, or threads, give the same bits */
 } cpu_shown;
 
 static void cpu_say_peaks(lesson *l, const cpu_matrix *m, const cpu_shown *shown) {

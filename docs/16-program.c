@@ -148,7 +148,7 @@ static bool program_show_fusions(program_timing *x) {
     double times[PROGRAM_SIZES][PROGRAM_VARIANTS][PROGRAM_ROUNDS], repeats[PROGRAM_REPEATS];
     double all[2] = {0};
     size_t bytes = (size_t)llm_model_config(x->l->loaded)->vocab_size * sizeof(float);
-    char *logits = resize(NULL, 2 * bytes); /* logits of a round's first variant; of another */
+    char *logits = resize(NULL, 2 * bytes); /* logits of a round's first variant, then of another */
     const float *out = x->program->buffers[x->program->ops[x->program->n_ops - 1].out].data;
     llm_error err;
     bool good = true, same = true;

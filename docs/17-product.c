@@ -91,10 +91,10 @@ product_runner product_run_emulated; /* defined in 17-product.cu */
 
 typedef struct product_counts {
     uint32_t warps_per_block, blocks;
-    double accesses;             /* by whole warps, to global and shared memory */
-    double requests, full;       /* those to global memory; those without wasted sectors */
+    double accesses;             /* accesses by whole warps, to global and shared memory */
+    double requests, full;       /* accesses to global memory; those without wasted sectors */
     double weights, x;           /* bytes moved, in whole sectors */
-    double passes, least;        /* of shared memory, as in emulator_access */
+    double passes, least;        /* passes over shared memory, as in emulator_access */
     double ahead;                /* bytes of weights that the first warp reads before it computes */
     double arithmetic, warp_operations, barriers;
     double error;
@@ -130,7 +130,7 @@ static bool product_count(product_case *c, int number, product_counts *counts) {
     return good;
 }
 
-/* KiB of weights that all warps together can have requested. */
+/* KiB of weights that all warps together can have in flight. */
 static double product_in_flight(const product_counts *c) {
     return (double)c->blocks * c->warps_per_block * c->ahead / 1024;
 }

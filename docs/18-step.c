@@ -12,12 +12,12 @@
 enum { STEP_OPS = 24, STEP_PARTS = 4 };
 
 typedef struct step_op { /* an operation and its launch */
-    const char *launch;  /* name of its launch; NULL: that of the operation before */
+    const char *launch;  /* name of its launch; NULL: same launch as the previous operation */
     const char *alone;   /* name if no operations share a launch; NULL: the same */
     int times;           /* per step */
     llm_op_kind kind;
     const char *in[3], *out;
-    int64_t rows, cols;  /* of its matrix; 0: none */
+    int64_t rows, cols;  /* shape of its matrix; 0: none */
     bool head;           /* the output matrix, which has another type */
     bool add;
 } step_op;
@@ -91,8 +91,8 @@ static int step_launches(const shape *s, int context, llm_type type, bool fused,
     return n;
 }
 
-/* The forecast of a launch: it reads and writes its bytes at the speed of memory, and the GPU waits
- * `gap` for its first bytes after the launch before it. */
+/* The forecast of a launch: it reads and writes its bytes at the speed of memory; before that, the
+ * GPU waits `gap` for the first bytes. */
 static double step_seconds(const step_launch *s, double bandwidth, double gap) {
     return gap + (s->weights + s->rest) / bandwidth;
 }

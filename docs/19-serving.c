@@ -33,12 +33,12 @@ typedef struct serving_result {
     double requests, tokens;      /* served per second */
     double ttft[2], tpot[2];      /* seconds: p50 and p99 */
     double gap;                   /* seconds between two tokens of a request: p99 over all gaps */
-    double in_flight;             /* mean number of requests that wait or run */
+    double in_flight;             /* mean number of requests that are waiting or running */
     double *first, *pace;         /* (n) each request's TTFT and TPOT */
 } serving_result;
 
 /* Draw the prompts and lengths, and the arrivals at `rate` requests per second (0: all arrive at
- * the start). Every rate gets the same requests in the same order, on another time scale. */
+ * the start). Every rate gets the same requests in the same order, at other times. */
 static void serving_plan(const serving *v, serving_task *tasks, double rate, bool with_long) {
     double clock = 0;
     const int32_t *prompt = v->tokens;
@@ -145,7 +145,7 @@ static bool serving_run(const serving *v, double rate, int n_clients, bool with_
     return good;
 }
 
-/* The number of requests whose first token and whose pace meet the objective. */
+/* The number of requests that meet the objective for TTFT and TPOT. */
 static int serving_in_time(const serving *v, const serving_result *r) {
     int n = 0;
     for (int i = 0; i < v->n; i++)

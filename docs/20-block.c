@@ -174,7 +174,7 @@ static bool block_edit(llm_op *op, block_part part, int layer, llm_op *gate) {
     bool adds = op->kind == LLM_OP_MATMUL && op->add;
     if (op->layer < 0 || (layer >= 0 && op->layer != layer)) return true;
     if (op->kind == LLM_OP_SWIGLU) *gate = *op;
-    bool after = gate->out >= 0 && gate->layer == op->layer; /* of the feed-forward block's end */
+    bool after = gate->out >= 0 && gate->layer == op->layer; /* in the feed-forward block */
     switch (part) {
     case ATTENTION: return !adds || after;
     case FEED_FORWARD: return !adds || !after;
@@ -198,7 +198,7 @@ static bool block_edit(llm_op *op, block_part part, int layer, llm_op *gate) {
     }
 }
 
-/* Plan the engine's program anew, without one part of a layer (-1: of all layers). */
+/* Plan the engine's program again, without one part of a layer (-1: of all layers). */
 static bool block_leave_out(block *x, block_part part, int layer) {
     llm_program *p = x->program;
     llm_error err;

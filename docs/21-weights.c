@@ -3,7 +3,7 @@
 #include "lesson.h"
 #include "program.h"
 
-enum { WEIGHTS_GROUPS = 7, WEIGHTS_BINS = 49 }; /* bins: of a quarter sigma, from -6 to 6 sigma */
+enum { WEIGHTS_GROUPS = 7, WEIGHTS_BINS = 49 }; /* bins of a quarter sigma, from -6 to 6 sigma */
 
 typedef struct weights {
     lesson *l;
@@ -14,11 +14,11 @@ typedef struct weights {
 typedef struct values { /* one tensor, as floats */
     const char *name;
     float *data;      /* (n) */
-    int64_t n, row;   /* row: values of a row */
+    int64_t n, row;   /* row: values per row */
     double rms;
 } values;
 
-/* The values of a tensor. data NULL: there is none of that name, or memory ran out. */
+/* Read the values of a tensor. data NULL: there is no such tensor, or memory ran out. */
 static values weights_read(const lesson *l, const char *name) {
     values v = {.name = name};
     llm_error err;

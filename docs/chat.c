@@ -32,7 +32,7 @@ typedef struct chat {
     int n_messages;
     text answer;
     bool broken; /* the answer ended with an error */
-    bool thinks;   /* the template opens a thought: answers begin inside it */
+    bool thinks;   /* the template opens a thought, so answers begin inside it */
     char stop_text[64];
     int turn;
 } chat;
@@ -92,7 +92,7 @@ static bool chat_prompt(chat *c, int32_t **ids) {
     return true;
 }
 
-/* Where the last of these words ends in a text; 0: it has none. */
+/* Where the last occurrence of one of these words ends in a text; 0: none. */
 static size_t last_word(const char *data, size_t length, const char *word) {
     size_t n = strlen(word);
     while (length >= n && memcmp(data + length - n, word, n)) length--;

@@ -40,8 +40,8 @@ void forget_interrupt(void) {
 }
 
 /* ---- Output ---------------------------------------------------------------------------------
- * Standard output has a buffer of its own here, so that the first error (disk full, closed
- * pipe) is detected and a long run can stop at it. */
+ * Standard output has a separate buffer here, so that the first error (disk full, closed pipe) is
+ * detected and a long run can stop at it. */
 static struct {
     char data[1 << 16];
     size_t length;
@@ -832,10 +832,10 @@ void take_event(sample *s, const llm_event *event) {
 }
 
 /* ---- The memory's bandwidth -----------------------------------------------------------------
- * Making one token reads all weights once, with little arithmetic for each. So the speed of the
+ * Generating one token reads all weights once, with little arithmetic for each. So the speed of the
  * memory is the limit, and a run is rated by the share of that speed that it reached. */
 
-/* Measure it with a buffer that is larger than the caches. */
+/* Measure the bandwidth with a buffer larger than the caches. */
 double measure_bandwidth(int threads) {
     enum { PARTS = 64, WORDS = (256 << 20) / 8 / PARTS }; /* 4 MiB each, shared by the threads */
     enum { RUNS = 8, RUN = WORDS / RUNS }; /* read in turn: a single stream is slower */

@@ -104,7 +104,8 @@ bool run_tasks(llm_engine *engine, task *tasks, int n);
 /* Create a backend for --device, owned by the lesson, for lessons that call backends directly.
  * NULL: failed. */
 llm_backend *lesson_device(const lesson *l);
-/* Create an engine on the backend in the options or, if that is NULL, on --device. NULL: failed. */
+/* Create an engine on the backend in the options or, if there is none, on --device. NULL:
+ * failed. */
 llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options);
 /* The text of a token; each control character, such as a line end, becomes a slash. */
 const char *token_text(const llm_tokenizer *t, int32_t id, char *out, size_t size);

@@ -459,7 +459,8 @@ static double plot_paragraph(scene *s, double y, const char *text) {
     return y;
 }
 
-/* The dot of a series: circle, square, diamond, x or +; of one with many points, a small circle. */
+/* Draw the dot of a series: circle, square, diamond, x or +; for a series with many points, a small
+ * circle. */
 static void plot_dot(scene *s, double x, double y, int shape, int colour) {
     double r = shape < 0 ? 2.5 : 4.5;
     if (shape <= 0) scene_line(s, colour, 2 * r, x, y, x, y);
@@ -528,7 +529,7 @@ static bool plot_ends_right(const plot *p, const plot_series *one, const plot_ax
     return i >= 0 && !one->dots && plot_place(x, one->x[i]) > 0.9;
 }
 
-/* How many points of lines, and names written before, a name would cover. */
+/* Count the points of lines, and the names written before, that a name would cover. */
 static int plot_covered(const plot *p, const plot_axis *x, const plot_axis *y, plot_box b,
                         plot_box name, const plot_box *names) {
     int covered = 0;

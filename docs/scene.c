@@ -25,11 +25,11 @@
 #pragma GCC diagnostic pop
 #endif
 
-extern const unsigned char plot_font[]; /* docs/stb/DejaVuSans.ttf, by the Makefile */
+extern const unsigned char plot_font[]; /* docs/stb/DejaVuSans.ttf, embedded by the Makefile */
 
 /* Navy, orange, blue, brick, pale blue, grey, purple, light grey; ink, muted, grid, empty, paper.
- * Without hue, the first eight are 12, 63, 41, 29, 84, 52, 21 and 73 % of white on light paper: all
- * different, with large steps between neighbours. */
+ * In greyscale, the first eight are 12, 63, 41, 29, 84, 52, 21 and 73 % of white on light paper:
+ * all different, with large steps between neighbours. */
 static const uint32_t scene_light[] = {0x0e1e60, 0xe69f00, 0x227db4, 0x9c2f00, 0xb4e0f6,
                                        0x858585, 0x5c186e, 0xbbbbbb, 0x222222, 0x555b66,
                                        0xdfe1e6, 0xf0f1f4, 0xffffff};
@@ -353,7 +353,7 @@ static double png_inside(const scene_item *item, double px, double py) {
     return inside;
 }
 
-/* Draw a polygon or a line: a pixel is covered by as much as its centre is inside. */
+/* Draw a polygon or a line: a pixel's cover depends on how far inside its centre is. */
 static void png_shape(png_canvas *c, const scene_item *unscaled) {
     scene_item item = *unscaled;
     double left = INFINITY, top = INFINITY, right = -INFINITY, bottom = -INFINITY;

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #ifdef LLM_WITH_MICROHTTPD
-extern const unsigned char serve_page[]; /* docs/examples/serve.html, by the Makefile */
+extern const unsigned char serve_page[]; /* docs/examples/serve.html, embedded by the Makefile */
 extern const unsigned long serve_page_size;
 
 typedef struct serving {
@@ -32,7 +32,7 @@ static void add_key(serving *v, const char *key) {
     v->server.n_keys++;
 }
 
-/* A key per line; empty lines and lines that begin with # do not count. */
+/* Read one key per line; empty lines and lines that begin with # are ignored. */
 static bool read_keys(serving *v) {
     if (v->key) add_key(v, v->key);
     if (!v->key_file) return true;

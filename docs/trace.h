@@ -35,7 +35,7 @@ typedef struct trace_track { /* a sequence that was admitted and has not ended *
 typedef struct trace_writer {
     FILE *file;
     int error;             /* errno of the first failure; nothing is written after it */
-    double start, begin;   /* when the trace and the step began, by llm_seconds */
+    double start, begin;   /* times when the trace and the step began, by llm_seconds */
     uint64_t step;         /* number of the step */
     bool in_step;
     uint64_t n_events;

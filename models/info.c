@@ -112,7 +112,7 @@ void info_print(const info *in) {
         if (sum.tensors) put_type_sum(llm_type_at(i)->name, sum);
     }
     type_sum int4 =
-        sum_type(in->file, llm_type_find(LLM_Q4_Z)); /* for AWQ and GPTQ, with zero points */
+        sum_type(in->file, llm_type_find(LLM_Q4_Z)); /* AWQ and GPTQ weights with zero points */
     if (int4.tensors) put_type_sum(llm_type_find(LLM_Q4_Z)->name, int4);
     put_type_sum("all", sum_type(in->file, NULL));
     for (int64_t i = 0; in->tensors && i < llm_file_n_tensors(in->file); i++) {

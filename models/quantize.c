@@ -584,7 +584,7 @@ static int writer_compare(const void *a, const void *b) {
 }
 
 /* Check that names are unique, since readers refuse the file otherwise. text: data in which a name
- * starts at each of the places. */
+ * starts at each of these offsets. */
 static bool writer_check(llm_writer *w, const writer_buffer *text, const writer_buffer *places,
                          const char *what) {
     size_t n = places->length / sizeof(uint64_t);

@@ -526,7 +526,7 @@ llm_model *inflated_model(const char *path, uint64_t bytes) {
     return model;
 }
 
-/* llm synth --inflate: with a type, quantize to a file beside `out` first. */
+/* llm synth --inflate: if a type is given, first quantize to a temporary file next to `out`. */
 static int inflate_file(const char *in, const char *out, const llm_type *type, uint64_t bytes,
                         uint64_t seed) {
     llm_error err;

@@ -655,7 +655,7 @@ static bool serve_requests(serve *v, batcher *b, double *figures) {
             r->last = now;
             n_ended += event.finish != LLM_FINISH_NONE;
         }
-        /* only every eighth step, since batcher_waste is slow for a large pool */
+        /* only every eighth step: batcher_waste is slow for a large pool */
         if (b->n_running == 0 || n_steps++ % 8) continue;
         figures[WASTE] += batcher_waste(b);
         n_looks++;
@@ -866,7 +866,7 @@ static int depth_at(int i) { return i < DEPTHS - 1 ? i : LLM_SPECULATE_AUTO; }
 
 typedef struct speculate_sum { /* sums over all prompts of a run */
     double seconds;
-    uint64_t tokens; /* number of tokens, without the first token of each prompt */
+    uint64_t tokens; /* number of tokens, not counting the first token of each prompt */
     uint64_t hash;   /* hash of all tokens, to compare runs */
     llm_statistics before, after;
 } speculate_sum;

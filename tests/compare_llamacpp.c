@@ -37,9 +37,9 @@ static void *get_memory(size_t bytes) {
     return p;
 }
 
-/* Replaces libc's syscall, with which llama.cpp asks Linux for matrix tiles. This one refuses them,
- * since llama.cpp's kernels for tiles gave wrong results (see docs/types.md). Without tiles it uses
- * other kernels. */
+/* Replaces libc's syscall, by which llama.cpp asks Linux for matrix tiles, and refuses them, since
+ * llama.cpp's kernels for tiles gave wrong results (see docs/types.md). Without tiles it uses other
+ * kernels. */
 long syscall(long number, ...) {
     enum { REQUEST_STATE = 0x1023 }; /* ARCH_REQ_XCOMP_PERM */
     long a[6];
@@ -160,7 +160,7 @@ int main(int argc, char **argv) {
     llm_engine *engine = model ? llm_engine_create(model, &options, &err) : NULL;
     if (!engine) die(err.message);
 
-    /* shorter if the model's context is shorter */
+    /* at most the model's context */
     int context = llm_model_config(model)->context_length;
     int window = context < MAX_WINDOW ? context : MAX_WINDOW;
     int prompt = context / 4 < MAX_PROMPT ? context / 4 : MAX_PROMPT;

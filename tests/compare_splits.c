@@ -7,7 +7,7 @@
 
 enum { LONGEST = 240 };
 
-/* A tokenizer whose every word of up to LONGEST bytes becomes one token: its length less one. */
+/* A tokenizer whose every word of up to LONGEST bytes becomes one token: its length minus one. */
 static llm_tokenizer *lengths_of(bytes *steps, uint64_t n_steps, bytes *file) {
     vocabulary v;
     gguf g;

@@ -126,7 +126,7 @@ struct mbarrier {
 struct wgmma_operation {
     float *d;
     const uint32_t *a;   /* the registers */
-    uint32_t values[4];  /* their contents when the instruction was issued */
+    uint32_t values[4];  /* contents of these registers when the instruction was issued */
     uint64_t b;          /* the descriptor */
     int columns;
     bool transposed;
@@ -142,7 +142,7 @@ struct wgmma_sums { /* sums that pending wgmmas change: the registers hold all o
 struct touch { /* one thread's part of a load or store */
     const void *instruction;
     uintptr_t address;
-    uint32_t bytes, operations; /* calls of emulator_operation before it */
+    uint32_t bytes, operations; /* calls of emulator_operation before this access */
     bool store;
 };
 
@@ -225,7 +225,7 @@ struct operation { /* a queued operation of a stream, or a node of a graph */
 };
 
 struct event_state {
-    uint64_t recorded = 0, reached = 0; /* tickets of the last record queued, of the last one run */
+    uint64_t recorded = 0, reached = 0; /* tickets of the last record queued, and run */
     double seconds = 0;
     cudaStream_t stream = nullptr; /* the stream of the last record */
     struct capture *in = nullptr;  /* the open capture that contains the record */
@@ -1173,7 +1173,7 @@ bool wgmma_run(thread *const lanes[32], size_t index) {
             a[lane / 4 + (i & 2 ? 8 : 0)][2 * (lane % 4) + i % 2 + (i >= 4 ? 8 : 0)] =
                 emu::from_f16(half_at(own.values, i));
     }
-    auto each = [&](auto move) { /* move(a sum of a lane, its place in d) */
+    auto each = [&](auto move) { /* calls move(a lane's sum, the corresponding element of d) */
         for (int lane = 0; lane < 32; lane++)
             for (wgmma_sums &s : lanes[lane]->sums)
                 for (int i = 0; i < o.columns / 2 && s.d == lanes[lane]->products[index].d; i++)
@@ -1190,7 +1190,7 @@ bool wgmma_run(thread *const lanes[32], size_t index) {
     return true;
 }
 
-/* Run the pending wgmmas of a warp, but for the last `left` groups. Sums that no pending wgmma
+/* Run the pending wgmmas of a warp, except the last `left` groups. Sums that no pending wgmma
  * changes return to their registers. */
 bool wgmma_wait(thread *const lanes[32], size_t left) {
     size_t groups = lanes[0]->product_groups.size();
@@ -1381,7 +1381,7 @@ mbarrier &mbarrier_at(const uint64_t *address, const char *file, int line) {
     return found->second;
 }
 
-/* From now on, differences between shared memory and its asynchronous view are noticed. */
+/* From now on, differences between shared memory and its asynchronous view are detected. */
 void async_begin() {
     device &d = gpu();
     if (d.async_view.empty()) d.async_view.assign(d.launch->shared_bytes, (char)POISON);
@@ -1444,8 +1444,8 @@ void emu::copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *
     mbarrier_advance(address, m, false);
 }
 
-/* A real fence covers what this thread wrote, or what it knows of through barriers; here it covers
- * everything so far. */
+/* A real fence covers what this thread wrote, or knows through barriers; here it covers everything
+ * so far. */
 void emu::fence_async() {
     device &d = gpu();
     async_begin();

@@ -576,7 +576,7 @@ template <int transposed>
 inline void llm__wgmma_m64n128k16(float *d, const uint32_t a[4], uint64_t b, EMU_HERE) {
     emu::wgmma(d, a, b, 128, transposed, file, line);
 }
-/* On a GPU, the arguments are registers that the compiler must have ready. */
+/* On a GPU, the compiler must have these registers ready. */
 template <class A> inline void llm__wgmma_fence(A &) { emu::wgmma_fence(); }
 inline void llm__wgmma_commit() { emu::wgmma_commit(); }
 template <int N, class Sums> inline void llm__wgmma_wait(Sums &, EMU_HERE) {

@@ -1,5 +1,5 @@
 /* libFuzzer: any bytes as a chat template, with any text in the messages. The engine renders it or
- * gives an error. Without the template's own special tokens, a message makes none. Input: the
+ * gives an error. If the template has no special tokens, no message produces one. Input: the
  * template, a zero byte, the text of the messages, or the messages as JSON. The length of the text
  * selects a named template. Seeds: tests/data/fuzz_chat. */
 #include "test_util.h"
@@ -19,7 +19,7 @@ static int64_t count_special_tokens(const llm_tokenizer *t, const llm_chat_optio
     int32_t *ids = (int32_t *)malloc(capacity * sizeof *ids);
     int64_t n = llm_chat_tokenize(t, options, m, 3, ids, (int64_t)capacity, &err), count = 0;
     check((n < 0) == (err.status != LLM_OK));
-    if (n > (int64_t)capacity) { /* the template's own text needs additional room */
+    if (n > (int64_t)capacity) { /* the template's text may need more */
         ids = (int32_t *)realloc(ids, (size_t)n * sizeof *ids);
         check(llm_chat_tokenize(t, options, m, 3, ids, n, &err) == n);
     }
@@ -54,7 +54,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     int32_t *ids;
     if (llm_chat_tokenize_json(t, &options, text, length, &ids, &err) >= 0) llm_free(ids);
     else check(err.status != LLM_OK && ids == NULL);
-    char *source = (char *)malloc(template_length + 1); /* the same without "<": no special token */
+    char *source = (char *)malloc(template_length + 1); /* without "<" there is no special token */
     for (size_t i = 0; i < template_length; i++)
         source[i] = data[i] == '<' || !data[i] ? ' ' : (char)data[i];
     source[template_length] = 0;

@@ -1,6 +1,6 @@
-/* libFuzzer: a line of steps, with tabs between them, then a text, which is also the table of
- * characters of a step that reads one. The steps give a tokenizer or an error; the text gives its
- * bytes again (if no step changes them), or an error. Seeds: tests/data/fuzz_expression. */
+/* libFuzzer: a line of steps, separated by tabs, then a text, which is also the table of a Charsmap
+ * step. The steps give a tokenizer or an error; tokenizing the text gives an error or tokens that
+ * decode to the text (if no step changes it). Seeds: tests/data/fuzz_expression. */
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
@@ -49,7 +49,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         check(ok == (err.status == LLM_OK));
         if (ok) {
             int kind = t.steps[t.n_steps - 1].kind;
-            if (kind == LLM__STEP_CHARSMAP) file.n_values = 0; /* one makes a text long enough */
+            if (kind == LLM__STEP_CHARSMAP) file.n_values = 0; /* one makes the text long enough */
             rewrites |= kind >= LLM__STEP_REPLACE || kind == LLM__STEP_REMOVED;
         }
     }

@@ -8,7 +8,7 @@ static void check(bool fine) {
     if (!fine) abort();
 }
 
-/* Parse a body as the server does, and check what comes of it. */
+/* Parse a body as the server does, and check the result. */
 static void parse(server *s, endpoint kind, const char *data, size_t size) {
     call *c = (call *)calloc(1, sizeof *c);
     llm_json json;

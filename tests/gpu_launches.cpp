@@ -114,7 +114,7 @@ struct step {
     }
 };
 
-/* limit: what binds the operation, "bytes" or "arithmetic". */
+/* limit: what limits the operation, "bytes" or "arithmetic". */
 static void start(const char *name, const std::string &shape, const char *limit, double bytes,
                   double operations) {
     printf("case\t%s\t%s\t%s\t%.0f\t%.0f\n", name, shape.c_str(), limit, bytes, operations);
@@ -133,7 +133,7 @@ static void run(ops *o, const llm_batch *batch) {
     ops_free(o, backend);
 }
 
-/* The step's bytes and operations, and what binds: above 200 operations per byte, arithmetic. */
+/* The step's bytes and operations, and its limit: above 200 operations per byte, arithmetic. */
 static void start_program(const char *name, const std::string &shape, ops *o,
                           const llm_batch *batch) {
     double bytes = 0, operations = 0;
@@ -268,7 +268,7 @@ static void sample(const std::string &shape, int n) {
     recording = false;
 }
 
-/* The device has not run the kernels, so do not let it prove that they are right. */
+/* The device does not run the kernels, so it must not test them. */
 template <class O> static auto trust(O &o, int) -> decltype(o.trust, void()) { o.trust = true; }
 template <class O> static void trust(O &, long) {}
 

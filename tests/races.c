@@ -202,7 +202,7 @@ static void run_with(int threads, ops *o, fixture *w, bool weakened) {
     llm__step step = {cpu, &o->program, &w->batch, 0, 0};
     llm__deal *deals;
     int n = llm__deal_part(&step, false, &deals);
-    for (int i = 0; i < n; i++) /* share even these small stages, which the executor would not */
+    for (int i = 0; i < n; i++) /* share even these small stages, unlike the executor */
         deals[i].shared = threads > 1 && !deals[i].stage->each && deals[i].items > 1;
     for (int i = 0; weakened && i < n; i++) ((llm__stage *)(size_t)deals[i].stage)->barrier = false;
     int64_t arrived = 0;

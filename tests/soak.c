@@ -50,7 +50,7 @@ void emulator_recover(void) __attribute__((weak));
 emulator_counts emulator_counted(void) __attribute__((weak));
 
 enum {
-    EMULATED_SHARE = 5, /* percent of the rounds; few, since this device is slow */
+    EMULATED_SHARE = 5, /* percent of the rounds: few, since this device is slow */
     FAULTS_SHARE = 40,  /* percent of the rounds */
     MAX_CLIENTS = 24,   /* the most requests in a round */
     MAX_PROMPT = 64,
@@ -141,7 +141,7 @@ static bool disarm(void) { /* returns whether the fault happened */
     return hit;
 }
 
-/* In a round with faults, with a probability of `percent`: make one of the next `reach` calls of a
+/* In a round with faults: with a probability of `percent`, make one of the next `reach` calls of a
  * random kind fail. */
 static fault arm(int percent, int reach) {
     if (!now.faults || !chance(percent)) return NO_FAULT;
@@ -157,9 +157,9 @@ static fault arm(int percent, int reach) {
     return kind;
 }
 
-/* Check an operation's result: each error has a cause and names it. The engine can continue without
- * a graph or other resources that the device refuses, but not after a failed host allocation or
- * device call. */
+/* Check an operation's result: the error must name the cause of each failure. Without a graph or
+ * other resources that the device refuses, the engine can continue; after a failed host allocation
+ * or device call, it cannot. */
 static void check_outcome(bool ok, fault kind, bool hit, const llm_error *err) {
     if (kind == LOSS && hit) now.lost = true;
     if (ok) {
@@ -591,7 +591,7 @@ static void start_round(uint64_t seed) {
     draw_options();
     draw_gpu();
     if (now.emulated) {
-        /* little memory if the pool is a share of the device's memory */
+        /* little memory if the pool's size is a share of it */
         emulator_memory(now.options.cache_bytes ? (size_t)8 << 30 : (size_t)16 << 20);
         device_set_order("emulated", below(4));
     }

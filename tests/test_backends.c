@@ -8,7 +8,7 @@
 
 #include "test_memory.h"
 #define LLM_WITH_CUDA
-#define llm_cuda_backend stand_in_backend /* lets the test link a real one, too */
+#define llm_cuda_backend stand_in_backend /* so that the real function can be linked, too */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 

@@ -231,8 +231,8 @@ static void test_against_hugging_face(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* Templates of our own, which together use each construct of the language, render as jinja2 does
- * under transformers' settings (tests/make_templates_golden.py). */
+/* Our templates, which together use each construct of the language, render as with jinja2 under
+ * transformers' settings (tests/make_templates_golden.py). */
 static void test_template_language(void **state) {
     (void)state;
     bytes data = slurp("tests/data/templates.json");
@@ -270,8 +270,8 @@ static void test_template_language(void **state) {
 static void refuse(const llm_tokenizer *t, const llm_chat_options *options,
                    const llm_message *messages, int n, const char *expected);
 
-/* A template that would run for ever, nest without end or fill the memory is an error, and so is
- * what the interpreter lacks; the message says where. */
+/* A template that would run forever, nest without end or fill the memory is an error, and so is an
+ * unsupported construct; the message says where. */
 static void test_template_limits(void **state) {
     (void)state;
     static const char *const cases[][2] = {
@@ -297,7 +297,7 @@ static void test_template_limits(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* What a template makes of a message's text stays the message's. */
+/* Text that a template derives from a message keeps the message's origin. */
 static void test_origins(void **state) {
     (void)state;
     static const struct { const char *source; int specials; } cases[] = {
@@ -529,7 +529,7 @@ static void test_rendered_text(void **state) {
         "<|im_start|>system\na</think>b<|im_end|>\n<|im_start|>user\nc</think>d<|im_end|>\n"
         "<|im_start|>assistant\ng<|im_end|>\n<|im_start|>user\nh<|im_end|>\n"
         "<|im_start|>assistant\n");
-    /* an empty message: trimming also removes the template's white space before it */
+    /* for an empty message, trimming also removes the template's white space before it */
     llm_message empty[2] = {message_of(LLM_ROLE_SYSTEM, "s"), message_of(LLM_ROLE_USER, "  ")};
     expect_render(v.t, "llama2", empty, 2, "<s>[INST] <<SYS>>\ns\n<</SYS>> [/INST]");
     close_vocab(&v);
@@ -551,8 +551,8 @@ static void test_invalid_conversations(void **state) {
     llm_message m[3] = {
         {LLM_ROLE_USER, "a", 1}, {LLM_ROLE_ASSISTANT, "b", 1}, {LLM_ROLE_SYSTEM, "c", 1}};
     refuse(v.t, &options, m, 1,
-           "the file has no chat template, so this model may not be made for conversations; choose "
-           "one by name: chatml, qwen3");
+           "the file has no chat template, so this model may not be meant for conversations; "
+           "choose one by name: chatml, qwen3");
     options.template_name = "klingon";
     refuse(v.t, &options, m, 1, "there is no chat template called 'klingon'; there are chatml, ");
     options.template_name = "chatml";
@@ -572,7 +572,7 @@ static void test_invalid_conversations(void **state) {
     options.template_name = "llama2";
     m[1].role = m[2].role = LLM_ROLE_USER;
     refuse(v.t, &options, m + 1, 2, "user and assistant must take turns, after at most one system");
-    /* an end of answer that is not a token is a stop text */
+    /* the mark that ends an answer is a stop text if it is not a token */
     options.template_name = "chatml";
     char stop[30];
     assert_int_equal(llm_chat_stop(v.t, &options, stop, sizeof stop), 0);
@@ -891,7 +891,7 @@ static child start_terminal(const char *const *arguments) {
         for (int i = 0; i < 3; i++) dup2(theirs, i);
         close(ours);
         setenv("TERM", "xterm", 1);
-        setenv("HOME", tmp ? tmp : "/tmp", 1); /* ignore the user's line-editor settings */
+        setenv("HOME", tmp ? tmp : "/tmp", 1); /* without the user's line-editor settings */
         execv(all[0], (char *const *)all);
         _exit(127);
     }
@@ -984,7 +984,7 @@ static void test_terminal(void **state) {
 
     c = start_terminal(
         (const char *const[]){"-m", path, "--temperature", "0", "-c", "100000", NULL});
-    for (int i = 0; i < 2; i++) { /* an answer that would not end by itself */
+    for (int i = 0; i < 2; i++) { /* an answer without an end of its own */
         read_until(&c, "> ");
         send_text(&c, "hello\r");
         read_until(&c, "\n");

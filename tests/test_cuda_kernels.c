@@ -295,7 +295,7 @@ static void test_matmul_not_finite(void **state) {
     llm_backend_free(b);
 }
 
-/* Matmuls with the same x share its rounded copy. None may use the copy of another x, within one
+/* Matmuls with the same x share its rounded copy, but none may use the copy of another x, within a
  * program or across runs. */
 static void test_matmul_same_input(void **state) {
     (void)state;
@@ -323,7 +323,7 @@ static void test_matmul_same_input(void **state) {
             assert_memory_equal(got, first, sizeof got);
             o = ops_new();
         }
-        ops_matmul(o, out, &w, NULL, false, x_device); /* its x is `out`; x_device = second */
+        ops_matmul(o, out, &w, NULL, false, x_device); /* x is `out`; x_device = second */
         ops_matmul(o, x_device, &w, NULL, false, out); /* a matmul has written x */
         ops_run_rows(o, b, n);
         from_device(b, got, out, sizeof got);
@@ -333,7 +333,7 @@ static void test_matmul_same_input(void **state) {
     op_matmul(b, x_device, &w, NULL, n, false, out);
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
-    op_matmul(b, x_device, &w, NULL, 3, false, out); /* fewer rows: rounds again */
+    op_matmul(b, x_device, &w, NULL, 3, false, out); /* fewer rows: x is rounded again */
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
     ops *o = ops_new();
@@ -596,7 +596,7 @@ static void test_matmul_hopper_same_input(void **state) {
     void *data = packed_weights(LLM_F16, values, rows, cols);
     llm_gpu_options options = llm_gpu_defaults();
     options.fused = false;
-    llm__pretended_processors = 8; /* `few` rows leave most of them idle */
+    llm__pretended_processors = 8; /* `few` rows use only a few of them */
     device_set_capability(device_name("emulated"), 90);
     llm_backend *b = device_open(device_name("emulated"), &options);
     matmul_on(b, LLM_F16, data, few, cols, x, NULL, n, NULL, expected);
@@ -918,7 +918,7 @@ static void test_attention_window(void **state) {
 }
 
 /* Short sequences and a long one form about as many blocks as there are parts, and no more for a
- * step that is rounded up. A second step with the same tables has the same bits. */
+ * step that is rounded up. A second step with the same tables gives the same bits. */
 static void test_attention_ragged(void **state) {
     (void)state;
     if (!emulated()) skip();
@@ -1088,7 +1088,7 @@ static void test_attention_range(void **state) {
 int main(void) {
     /* the choice of kernel depends on the number of rows per processor */
     llm__pretended_processors = 2;
-    setenv("LLM_EMU_SHARED", "232448", 0); /* an H100's; attention keeps its totals there */
+    setenv("LLM_EMU_SHARED", "232448", 0); /* as on an H100; attention keeps its totals there */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_wide),

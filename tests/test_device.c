@@ -116,7 +116,7 @@ static ragged batch_of(int n_tokens, int vocab) {
 
 /* ---- Devices ------------------------------------------------------------------------------ */
 
-typedef struct variant { /* the device with some options, and the required accuracy */
+typedef struct variant { /* the device with some options, and the accuracy required of it */
     const char *name;
     llm_backend *backend;
     const char *of; /* the operations that the options affect; NULL: all */

@@ -29,7 +29,7 @@ extern int llm__pretended_processors __attribute__((weak)); /* llm.cu */
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
 #define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
 
-#ifdef __SANITIZE_ADDRESS__ /* makes the emulated device several times slower */
+#ifdef __SANITIZE_ADDRESS__ /* the device is then several times slower */
 enum { N_REQUESTS = 3, MAX_TOKENS = 3, LESS = 4 };
 #else
 enum { N_REQUESTS = 4, MAX_TOKENS = 6, LESS = 1 };
@@ -236,7 +236,7 @@ static void test_batch_composition(void **state) {
         llm_gpu_options variant = gpu;
         if (kind == 1) variant.graphs = false;
         if (kind == 2) variant.fused = false;
-        if (kind == 3) variant.overlap = true; /* if the GPU supports it */
+        if (kind == 3) variant.overlap = true; /* has an effect if the GPU supports it */
         llm_backend *c = device_open(device, &variant);
         llm_engine_options other = options_on(c);
         run_requests(&other, true, kind == 4 ? SOME_HOOKS : NO_HOOKS, got);
@@ -258,7 +258,7 @@ static void test_batches_of_experts(void **state) {
         snprintf(path, sizeof path, "tests/data/models/%s", models[i]);
         target = model_load(path);
         test_batch_composition(state);
-        if (i == 1) test_logits(state); /* in the other, f16 decides a near tie of the router */
+        if (i == 1) test_logits(state); /* in the other, f16 decides a router's near tie */
         llm_model_free(target);
     }
     target = usual;
@@ -378,7 +378,7 @@ static void test_hopper(void **state) {
     for (int i = 0; i < LENGTH; i++) prompt[i] = (int32_t)(llm_random(8, 5, (uint64_t)i) * 280);
     r.prompt = prompt, r.n_prompt = LENGTH, r.max_tokens = MAX_TOKENS, r.ignore_end = true;
     llm__pretended_processors = 1; /* the model is small */
-    for (int i = 0; i < 3; i++) { /* deterministic: without and with wgmma; with it, in use */
+    for (int i = 0; i < 3; i++) { /* deterministic; with wgmma; with wgmma in use */
         llm_gpu_options gpu = gpu_options();
         gpu.deterministic = i < 2;
         device_set_capability(device, i ? 90 : 80);
@@ -638,7 +638,7 @@ static void test_failed_graph_launch(void **state) {
     (void)state;
     skip_unless_emulated();
     record *records[2];
-    uint64_t launches[2]; /* launches in a step: of the sampling alone; of all kernels */
+    uint64_t launches[2]; /* launches in a step: by sampling alone; in total */
     for (int fails = 0; fails < 2; fails++) {
         llm_error err;
         int32_t prompt[64];
@@ -895,11 +895,11 @@ static void test_two_devices(void **state) {
     assert_true(b.b->prepare(b.b->context, &norm->program, &limits, &err));
     /* allocates scratch memory */
     assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
-    /* after calls to the second device */
+    /* the first device again, after calls to the second */
     if (!a.b->load_weight(a.b->context, &w, host, &err)) fail_msg("%s", err.message);
     a.b->free_weight(a.b->context, &w);
     assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
-    /* after calls to the first device */
+    /* the second device again, after calls to the first */
     if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message);
     ops_free(norm, b.b);
     product_close(&a), product_close(&b);

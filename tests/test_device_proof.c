@@ -1,7 +1,7 @@
-/* A device proves itself when it is opened: right kernels never disagree, and a wrong one is found,
- * named and replaced. Only for the emulated device, on which a test can make a kernel wrong. Each
- * proof is on a device of its own, since a process keeps the verdict on a device. A proof takes
- * seconds under sanitizers, so LLM_TEST_LESS has a quarter of them. */
+/* A device proves itself when it is opened: correct kernels never disagree, and a wrong one is
+ * found, named and replaced. Only for the emulated device, on which a test can make a kernel wrong.
+ * Each proof is on a separate device, since a process keeps the verdict on a device. A proof takes
+ * seconds under sanitizers, so LLM_TEST_LESS runs a quarter of them. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -33,7 +33,7 @@ static llm_device_state state_of(const llm_backend *b) {
     return state;
 }
 
-/* The tokens that a model continues two prompts with, greedily. */
+/* The greedy continuations of two prompts. */
 static void continue_prompts(llm_backend *b, int32_t tokens[2][8]) {
     llm_error err;
     llm_engine_options o = llm_engine_defaults();
@@ -75,7 +75,7 @@ static void test_right_kernels(void **state) {
         if (now.distrusted) fail_msg("%s", now.distrusted);
         assert_int_equal(now.proved, FAMILIES + (order ? WGMMA_FAMILIES : 0));
         assert_true(now.proof_seconds > 0);
-        assert_int_equal(now.launches, 0); /* those of the proof do not count */
+        assert_int_equal(now.launches, 0); /* launches of the proof do not count */
         llm_backend_free(b);
     }
     device_set_order("emulated", 0);
@@ -83,7 +83,7 @@ static void test_right_kernels(void **state) {
 
 typedef struct wrong_kernel {
     const char *kernel;
-    int index; /* of its instances; -1: all */
+    int index; /* index of the kernel's instance; -1: all */
     const char *named, *also, *not_named;
 } wrong_kernel;
 
@@ -105,7 +105,7 @@ static void check_wrong_kernels(const wrong_kernel *cases, int n) {
         uint64_t wrong = emulator_corrupted();
         assert_true(wrong > 0);
         continue_prompts(b, got);
-        assert_int_equal(emulator_corrupted(), wrong); /* it is not launched any more */
+        assert_int_equal(emulator_corrupted(), wrong); /* it is no longer launched */
         assert_memory_equal(got, expected, sizeof got);
         llm_backend_free(b);
     }
@@ -145,7 +145,7 @@ static void test_wrong_others(void **state) {
     check_wrong_kernels(cases, sizeof cases / sizeof *cases);
 }
 
-/* Where no kernel is right, the device is not used. */
+/* If no kernel is right, the device is not used. */
 static void test_wrong_plain_kernels(void **state) {
     (void)state;
     static const char *const kernels[] = {"plain_matmul", "plain_attention", "rmsnorm"};
@@ -162,7 +162,7 @@ static void test_wrong_plain_kernels(void **state) {
     emulator_corrupt(NULL, 0, false);
 }
 
-/* A process proves a device once, and not at all if it trusts it. */
+/* A process tests a device once, or not at all with the option `trust`. */
 static void test_once(void **state) {
     (void)state;
     llm_error err;
@@ -182,7 +182,7 @@ static void test_once(void **state) {
     }
 }
 
-/* A kernel that cannot start is replaced, too. Other failures end in an error that tells the cause,
+/* A kernel that cannot start is replaced, too. Other failures end in an error that names the cause,
  * and nothing leaks. */
 static void test_failures(void **state) {
     (void)state;

@@ -116,7 +116,7 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
                 : logprob != logprobs[i] && !both_nan)
             fail_msg("seed %d, draw %d: logprob %g, not %g", (int)seed, i, (double)logprobs[i],
                      (double)logprob);
-        if (!(fabsf(logprob) <= FLT_MAX)) continue; /* then the engine ends the sequence */
+        if (!(fabsf(logprob) <= FLT_MAX)) continue; /* the engine then ends the sequence */
         if (draws[i].n_top) llm__top_logprobs(row, n, draws[i].n_top, expected_tops);
         for (int k = 0; k < draws[i].n_top; k++) {
             float wanted = expected_tops[k].logprob;

@@ -241,7 +241,7 @@ static void test_refused(void **state) {
         assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
         assert_non_null(strstr(err.message, "embedding"));
     }
-    embedding longest; /* with a prompt of the whole context, for any max_tokens */
+    embedding longest; /* the longest prompt that fits in the context, with any max_tokens */
     memset(&longest, 0, sizeof longest);
     llm_request r = request_for(&longest);
     int32_t prompt[65] = {0};

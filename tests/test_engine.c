@@ -25,7 +25,7 @@
 static const char *const models[] = {GQA, TIED, ODD, SMALL};
 enum { N_MODELS = 4, VOCAB = 288, BOS = 286, END = 287, CONTEXT = 128 };
 
-/* The first n ids of row `seed` are a prompt that depends only on `seed`. */
+/* The first n ids of row `seed` form a prompt that depends only on `seed`. */
 static int32_t prompt_ids[8][CONTEXT];
 
 static const int32_t *some_prompt(int seed) {
@@ -934,7 +934,7 @@ static void test_device_draws(void **state) {
             if (w == 5) assert_true(llm_engine_statistics(engine).accepted > 0);
             llm_engine_free(engine);
         }
-        /* all but those of hooks; and of proposals, also those of rejected ones */
+        /* all but the draws of hooks; proposals, also rejected ones, add draws */
         assert_in_range(n_device_draws, 20 * (w < 4 ? 9 : 15), w < 5 ? 20 * (w < 4 ? 9 : 15) : 900);
         assert_true(w != 4 || n_later_calls > 10);
         for (int i = 0; i < N; i++) {
@@ -1749,7 +1749,7 @@ static void test_adjusted_logits(void **state) {
         llm_sampling plain = llm_sampling_defaults();
         plain.temperature = s.temperature;
         assert_true(llm__sampler_init(&sampler, VOCAB, 1, &err));
-        for (int k = 0; k < 2; k++) { /* twice: a draw leaves no counts behind */
+        for (int k = 0; k < 2; k++) { /* twice: a draw resets its counts */
             float right[VOCAB];
             assert_int_equal(llm__sample(&sampler, &s, logits, past, 0, 0),
                              llm__sample(&sampler, &plain, wanted, none, 0, 0));
@@ -1763,7 +1763,7 @@ static void test_adjusted_logits(void **state) {
 }
 
 /* The most likely tokens of each event are those of the logits that a hook sees, whatever the
- * request adds to the logits; and so are they without a hook, with proposals. */
+ * request changes in the logits; without a hook and with proposals, they are the same. */
 static void test_top_logprobs(void **state) {
     enum { TOP = 7, LENGTH = 20 };
     (void)state;
@@ -1775,7 +1775,7 @@ static void test_top_logprobs(void **state) {
     o.n_threads = 1;
     for (int i = 0; i < 9; i++) prompt[i] = 8 + i % 4;
     for (int i = 0; i < 1200; i++) forced[i] = i % 3 ? -1 : 30;
-    for (int kind = 0; kind < 3; kind++) { /* 0, 1: with a hook, 0: which forces tokens; 2: with
+    for (int kind = 0; kind < 3; kind++) { /* 0: a hook that forces tokens; 1: a hook; 2:
                                             * proposals */
         llm_engine *engine = engine_new(m.model, &o);
         record *seen = record_new(m.model);
@@ -1808,7 +1808,7 @@ static void test_top_logprobs(void **state) {
         for (int i = 0; kind < 2 && i < n; i++) {
             const float *row = seen->samples[0].logits + (int64_t)(8 + i) * seen->vocab;
             bool used[512] = {false};
-            for (int k = 0; k < TOP; k++) { /* the largest that is left, the first if equal */
+            for (int k = 0; k < TOP; k++) { /* the largest one left; of equal ones, the first */
                 int best = -1;
                 for (int t = 0; t < seen->vocab; t++)
                     if (!used[t] && (best < 0 || row[t] > row[best])) best = t;

@@ -223,7 +223,7 @@ static void test_cost(void **state) {
         n++;
         assert_float_equal(llm_op_cost(p, op, &batch).weight_bytes, 4 * 16 * 24 * 2, 1e-6);
         assert_float_equal(llm_op_cost(p, op, &batch).operations, 2 * 4 * 16 * 24, 1e-6);
-        batch.n_tokens = count[0] = 2; /* 4 of 16, then a quarter of the other 12 fewer */
+        batch.n_tokens = count[0] = 2; /* 7 experts: 4, and 4 x 12/16 more */
         assert_float_equal(llm_op_cost(p, op, &batch).weight_bytes, 7 * 16 * 24 * 2, 1e-6);
         batch.n_tokens = count[0] = 512;
         assert_float_equal(llm_op_cost(p, op, &batch).weight_bytes, 16 * 16 * 24 * 2, 1e-6);

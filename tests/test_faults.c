@@ -242,8 +242,8 @@ static bool run_with_failing_device(int kind, long k) {
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
         llm_request r = some_request(i, prompt);
-        /* A step that fails during verification ends early, and sampling with proposals then
-         * continues with other random numbers. */
+        /* A step that fails during verification ends early; sampling with proposals then continues
+         * with other random numbers. */
         if (r.speculate && r.sampling.temperature > 0)
             for (int k = 0; k < r.n_samples; k++) assert_int_equal(got[i]->samples[k].n_ends, 1);
         else assert_same(expected[i], got[i]);

@@ -16,7 +16,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-/* the file that the tests write, and the name under which the writer creates it */
+/* the file that the tests write, and the writer's temporary name for it */
 static char path[1000], temporary[1010];
 
 /* ---- Helpers ------------------------------------------------------------------------------ */
@@ -426,7 +426,7 @@ static void test_hostile_values(void **state) {
     refuse(&g, "of type 99");
     gguf_array(&g, "long", T_U64, UINT64_MAX / 4, &huge, 8);
     refuse(&g, "the value of 'long' at byte");
-    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 overflows to 2 */
+    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* 2 times this overflows to 2 */
     refuse(&g, "more than the file can");
     gguf_array(&g, "long", T_STRING, UINT64_MAX / 8 + 1, &huge, 8);
     refuse(&g, "more than the file can");
@@ -732,7 +732,7 @@ static void test_writer_misuse(void **state) {
     w = llm_writer_create(path, &err);
     assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
     assert_false(llm_writer_data(w, x, 17));
-    assert_false(llm_writer_data(w, x, 1)); /* the first error sticks */
+    assert_false(llm_writer_data(w, x, 1)); /* the first error is kept */
     refuse_finish(w, LLM_ERROR_ARGUMENT, "1 bytes of data more than the 1 declared tensors have");
     w = llm_writer_create(path, &err);
     assert_false(llm_writer_data(w, x, 1));
@@ -1095,9 +1095,9 @@ static void test_damaged_split_models(void **state) {
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 2 of 3");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "its name must end in -00002-of-00003.gguf");
     write_part(2, 3, part(2, 5, 2, 5, SPLIT_ALL));
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 3 of 5");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but its metadata says part 3 of 5");
     write_part(2, 3, part(2, 3, 2, 6, SPLIT_ALL));
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "with 6: the parts are not of one model");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "with 6: the parts are of different models");
     write_part(2, 3, part(1, 3, 2, 5, SPLIT_ALL)); /* the tensors of another part */
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "two parts have a tensor called '");
     write_part(2, 3, part(0, 3, 2, 5, SPLIT_ALL)); /* one tensor too few */

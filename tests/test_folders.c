@@ -187,7 +187,8 @@ static void test_damaged_settings(void **state) {
         {"llama", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3",
          "cannot share"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 7", "RoPE over 7"},
-        {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 2000000000", "which is absurd"},
+        {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 2000000000",
+         "which is impossible"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 16", "is of shape"},
         {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1",
          "\"rms_norm_eps\" in config.json is not a positive number"},
@@ -589,7 +590,7 @@ static void test_split_safetensors(void **state) {
     static const char *const messages[6] = {
         "there is no config.json", "tokenizer.json", NULL,
         "there is neither model.safetensors nor", "cannot open", "cannot open"};
-    for (size_t i = 0; i < 6; i++) { /* without each of the files */
+    for (size_t i = 0; i < 6; i++) { /* each of the files is missing in turn */
         if (!messages[i]) continue; /* model.safetensors: this model is split */
         copy_model("llama");
         path_of(path, folder, files[i]);
@@ -802,7 +803,7 @@ static void test_values_as_converter(void **state) {
     }
 }
 
-/* Settings that the converter does not write, or that no model here has. */
+/* Settings that the converter does not write, or that no test model has. */
 static void test_settings_of_config_json(void **state) {
     static const struct {
         const char *model, *from, *to, *key;
@@ -1205,8 +1206,7 @@ static void test_added_tokens(void **state) {
         {"tokenizer_config.json",
          "{\"added_tokens_decoder\": {\"99\": " ADDED("<|x|>", "") "}}",
          {0},
-         "'<|x|>' of tokenizer_config.json beside it has the id 99, but there is none with the id "
-         "96"},
+         "'<|x|>' in tokenizer_config.json has the id 99, but no token has the id 96"},
         {"tokenizer_config.json",
          "{\"added_tokens_decoder\": {\"66\": " ADDED("<|x|>", "") "}}",
          {0},
@@ -1226,17 +1226,17 @@ static void test_added_tokens(void **state) {
         {"added_tokens.json",
          "{\"<|y|>\": 97}",
          {0},
-         "'<|y|>' of added_tokens.json beside it has the id 97, but there is none with the id 96"},
+         "'<|y|>' in added_tokens.json has the id 97, but no token has the id 96"},
         {"added_tokens.json", "{\"<|y|>\": -1}", {0}, "the token '<|y|>' has no id, or one that"},
         {"added_tokens.json", "{\"<|y|>\": ", {0}, "added_tokens.json, line 1"},
         {"tokenizer_config.json",
          "{\"eos_token\": \"<|x|>\"}",
          {0},
-         "the eos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
+         "the eos_token in tokenizer_config.json, '<|x|>', is not one of the tokens"},
         {"tokenizer_config.json",
          "{\"bos_token\": {\"content\": \"<|x|>\"}}",
          {0},
-         "the bos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
+         "the bos_token in tokenizer_config.json, '<|x|>', is not one of the tokens"},
     };
 #undef ADDED
     copy_model("llama_mha");

@@ -12,7 +12,7 @@
 
 typedef struct golden {
     const char *name;
-    char model_path[128]; /* as make_golden.py wrote it: f16, q8_0, ... */
+    char model_path[128]; /* written by make_golden.py: f16, q8_0, ... */
     char f32_path[256];   /* the same model in f32 */
     llm_file *file;
     int32_t ids[1200];
@@ -72,7 +72,7 @@ static llm_request continuation(const golden *g) {
     return r;
 }
 
-/* The largest relative error at one position. */
+/* The largest relative error at any position. */
 static double worst_error(const sample_record *s, const float *expected, int vocab) {
     double worst = 0;
     for (int i = 0; i < s->n_rows; i++) {

@@ -99,7 +99,7 @@ static void check_same(const char *what, llm_isa isa, const void *a, const void 
     if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: the bits differ", what, llm_isa_name(isa));
 }
 
-/* x as the kernels for block formats use it: rounded to int8, with a scale for each `group` of
+/* x as the kernels for block formats see it: rounded to int8, with a scale for each `group` of
  * columns. */
 static float *rounded_to_int8(const float *x, int n, int cols, int group) {
     float *out = malloc((size_t)n * (size_t)cols * sizeof *out);
@@ -115,7 +115,7 @@ static float *rounded_to_int8(const float *x, int n, int cols, int group) {
     return out;
 }
 
-/* The weights as the kernels use them, in f32: for q4_0 and q4_Z, the scales of 256 columns are
+/* The weights as the kernels see them, in f32: for q4_0 and q4_Z, the scales of 256 columns are
  * rounded to multiples of 1/2048 of the largest scale. */
 static float *weights_seen(llm_type type, const void *data, int rows, int cols) {
     const llm_type_info *info = llm_type_find(type);
@@ -205,7 +205,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                                   true, other + (int64_t)i * rows);
                     check_same("matmul in pieces", isa, other, out, bytes);
                 }
-                /* only some of the weights' rows */
+                /* only some of the matrix rows */
                 if (rows > 5) {
                     llm_weight part = w;
                     part.data = (const char *)data + 3 * llm__row_bytes(type, cols);
@@ -425,7 +425,7 @@ static void test_swiglu(void **state) {
                     fabsf(gate[i]) < 1e30f)
                     fail_msg("swiglu, %s: %g for gate %g, expected %g", llm_isa_name(isa), out[i],
                              gate[i], expected[i]);
-            for (int i = 0, n; i < N; i += n) { /* in pieces and in place */
+            for (int i = 0, n; i < N; i += n) { /* in pieces, and in place */
                 n = (int)llm__min(random_int(1, 5000), N - i);
                 memcpy(other + i, gate + i, (size_t)n * sizeof *gate);
                 op_swiglu(b, other + i, up + i, n, other + i);
@@ -766,7 +766,7 @@ static void test_attention_window_is_a_shorter_sequence(void **state) {
 static void test_attention_extremes(void **state) {
     (void)state;
     for (int kind = 0; kind < 6; kind++) {
-        bool tiles = kind >= 3; /* shapes for matrix tiles, where the processor has them */
+        bool tiles = kind >= 3; /* shapes that use matrix tiles, if the processor has them */
         int group = tiles ? LLM__SHARING_HEADS : 2, n = 150 * group * 32;
         sequences w = make_sequences(1, 150, 1, group, 32, tiles ? LLM_F16 : LLM_F32);
         float scale = kind % 3 == 0 ? 100.0f : kind % 3 == 1 ? 0.0f : 1e4f;
@@ -963,8 +963,8 @@ static void test_memory_and_copies(void **state) {
 enum { PLAN_N = 130, PLAN_COLS = 256, PLAN_HEADS = 4, PLAN_KV_HEADS = 2, PLAN_OPERATIONS = 400 };
 enum { PLAN_BUFFERS = 5, PLAN_BLOCK = 16, PLAN_BEFORE = 5 };
 
-/* The delayed kernels begin late at random, so that a thread that skips a barrier it needs reads or
- * writes too early. */
+/* The delayed kernels begin late, at random, so that a thread that skips a necessary barrier reads
+ * or writes too early. */
 static const llm__kernels *undelayed;
 static llm__cpu *alternating; /* switches between one thread and all of them; NULL: none */
 static void delay(double most) {
@@ -982,7 +982,7 @@ static void delay(double most) {
 }
 static void delayed_round_rows(const float *x, int64_t cols, int group, int height, int rows,
                             int64_t first, int64_t end, char *tile) {
-    /* longer than the other delays, since a product reads another thread's part late */
+    /* longer than the other delays: a product reads another thread's part late */
     delay(1e-3);
     undelayed->round_rows(x, cols, group, height, rows, first, end, tile);
 }
@@ -1115,7 +1115,7 @@ static ops *random_program(const plan_fixture *w, const llm_weight *weights,
             ops_matmul(o, out, u, NULL, false, x);
             break;
         default: /* attention, with or without an operation between it and RoPE */
-            /* without the norm, the softmax would be 1 at one key */
+            /* without the norm, the softmax would put all weight on one key */
             ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, x);
             ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, PLAN_COLS / PLAN_HEADS, w->angles,
                                v == u ? w->head_norm : NULL, w->head_norm, 1e-5f, x, w->kv[0],
@@ -1222,7 +1222,7 @@ static void test_plans_of_random_programs(void **state) {
                 llm_backend *device = b[run > BACKENDS ? BACKENDS - 1 : run ? run - 1 : 0];
                 llm_weight weights[5];
                 for (int i = 0; i < 5; i++) {
-                    int of = i < 4 ? i : 1; /* the last one is small and f32 */
+                    int of = i < 4 ? i : 1; /* the last matrix is small and f32 */
                     weights[i] = (llm_weight){
                         types[of], i < 4 ? PLAN_COLS : 16, PLAN_COLS, NULL, NULL, NULL, false};
                     assert_true(device->load_weight(device->context, &weights[i], data[of], &err));
@@ -1258,7 +1258,7 @@ static void test_plans_of_random_programs(void **state) {
 #endif
 }
 
-/* Rounding in which every thread but the first is slow: a product that does not wait for it reads
+/* Rounding that is slow in every thread but the first: a product that does not wait for it reads
  * old values. */
 static void slow_round_rows(const float *x, int64_t cols, int group, int height, int rows,
                             int64_t first, int64_t end, char *tile) {
@@ -1289,7 +1289,7 @@ static void test_fused_gate(void **state) {
             for (int i = 0; i < 5; i += repeats(1, 2)) {
                 int n = counts[i], cols = n == 70 ? 512 : 256;
                 ((llm__cpu *)b[1]->context)->kernels = n == 70 ? &slow : undelayed;
-                /* the last panel is not full; the many rows exceed what the cache should keep */
+                /* the last panel is not full; 1043 rows give more results than the cache should keep */
                 int64_t rows = i % 2 ? 1043 : 96, size = n * rows;
                 float *x = random_floats(n * cols), *bias = random_floats(rows);
                 float *results[3], *up = malloc((size_t)size * sizeof *up);

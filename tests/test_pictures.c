@@ -9,7 +9,8 @@
 #include "docs/scene.c"
 #include "docs/plot.c"
 
-/* Lines that end together, named points, bars of every form, a map, and names that XML forbids. */
+/* Lines that end at the same place, named points, bars of every form, a map, and names that XML
+ * forbids. */
 static int sample(plot *plots) {
     plot p = plot_new(PLOT_LINES, "Lines <that> end & meet", "x", "y");
     plot_note(&p, "A note of %d words that is too long for one line of the picture, so that it is "
@@ -227,7 +228,8 @@ static void test_html(void **state) {
     for (int i = 0; i < 2; i++) scene_free(&scenes[i]);
 }
 
-/* Edges are smooth: a pixel has the shape's share of it; and letters have grey pixels. */
+/* Edges are smooth: a pixel's value is the part of it that the shape covers; letters have grey
+ * pixels. */
 static void test_smooth(void **state) {
     (void)state;
     uint8_t pixels[60 * 40 * 3];

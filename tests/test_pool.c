@@ -1,6 +1,6 @@
 /* Chapter 4, compared with a simple model: its prefix cache is a search through all blocks, and
  * each slot of the "device" holds a number that depends on its token AND all earlier tokens, as
- * keys and values do. Tables match, grow, keep, fork, trim and clear at random. After every step,
+ * keys and values do. At random, tables match, grow, keep, fork, trim and clear. After every step,
  * the counts, the ring of free blocks, the buckets and the CONTENT that each sequence reads must
  * agree with the model. */
 #include <setjmp.h>
@@ -407,7 +407,7 @@ static void test_eviction_order(void **state) {
     };
     for (int taken = 0; taken <= 8; taken++) {
         if (taken) append(w, 2, 4);
-        /* simple_match only looks; a match would make the text the most recently used */
+        /* simple_match changes nothing; a match would make the text the most recently used */
         for (int t = 0; t < 3; t++) {
             int32_t tokens[8];
             for (int p = 0; p < 8; p++) tokens[p] = expected[t].text[p];

@@ -312,10 +312,10 @@ static void test_admission_with_a_prefix(void **state) {
         ids(prompt, 40, 1);
         ids(other, 40, 2);
         submit(engine, plain_request(prompt, 16, shared ? 20 : 1));
-        /* 5 blocks are in use; or none is in use and the prefix cache holds 4 */
+        /* shared: 5 blocks are in use; else: none, and the prefix cache holds 4 */
         for (int i = 0; i < 2; i++) step(engine);
-        submit(engine, plain_request(prompt, 17, 2)); /* takes 1 block; or 4 kept ones and 1 more */
-        /* shared: it needs 6 blocks and 6 are left; else it needs 8 and 7 are left */
+        submit(engine, plain_request(prompt, 17, 2)); /* 1 block; else 4 kept ones and 1 more */
+        /* shared: needs 6 blocks, 6 are left; else: needs 8, 7 are left */
         submit(engine, plain_request(other, shared ? 20 : 28, 1));
         step(engine);
         assert_int_equal(llm_engine_statistics(engine).waiting, shared ? 0 : 1);
@@ -482,8 +482,8 @@ static void test_priority_does_not_starve(void **state) {
     }
 }
 
-/* Without chunked prefill, a prompt needs a step with room for the whole prompt. Decoding sequences
- * must not delay it forever. */
+/* Without chunked prefill, a prompt needs a step with room for all of it. Decoding sequences must
+ * not delay it forever. */
 static void test_whole_prompts_do_not_starve(void **state) {
     int32_t prompt[100];
     (void)state;
@@ -760,8 +760,8 @@ static void test_eviction(void **state) {
 
 /* ---- Hooks and preemption -------------------------------------------------------------------- */
 
-/* A hook sees each position once and in order, even if its request is preempted and, through
- * another request, the prefix cache then holds more of its prompt than it had computed. */
+/* A hook sees each position once and in order, even if its request is preempted and another request
+ * then makes the prefix cache hold more of the prompt than it had computed. */
 static void test_hook_and_preemption(void **state) {
     int32_t prompt[64], other[40];
     uint64_t preemptions = 0;

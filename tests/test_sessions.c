@@ -515,7 +515,7 @@ static void test_damaged(void **state) {
     char *exact = (char *)malloc(size);
     assert_non_null(exact);
     for (size_t n = 0; n < size; n += n < 300 ? 1 : 1 + size / 200) {
-        char *shorter = (char *)malloc(n ? n : 1); /* so that the sanitizer detects reads past n */
+        char *shorter = (char *)malloc(n ? n : 1); /* a sanitizer detects reads past n */
         memcpy(shorter, session, n);
         refuse(engine, shorter, n, LLM_ERROR_FORMAT, "damaged");
         free(shorter);
@@ -606,12 +606,12 @@ static void test_ended(void **state) {
     llm__session_head head = llm__head_of(&engine->scheduler, session, size);
     memcpy(session, &head, sizeof head);
     int32_t prompt[MAX_PROMPT];
-    record *other = record_new(target); /* grows the list of events, which is kept */
+    record *other = record_new(target); /* grows the list of events once for all */
     record_submit(engine, other, some_request(0, prompt), false);
     record_drain(engine);
     record_free(other);
     refuse(engine, session, size, LLM_ERROR_FORMAT, "damaged");
-    memcpy(session + at, &finish, sizeof finish); /* valid again, but longer */
+    memcpy(session + at, &finish, sizeof finish); /* makes it valid again, but longer */
     char *longer = (char *)calloc(1, size + 4);
     assert_non_null(longer);
     memcpy(longer, session, size);
@@ -716,7 +716,7 @@ static void test_failing_device(void **state) {
     o.backend = &device_that_fails;
     long n = 1;
     for (long run = -2; run < 2 * n; run++) {
-        long k = (run - (run < 0)) / 2; /* restored in the same engine, or in another one */
+        long k = (run - (run < 0)) / 2; /* restored in the same or in another engine */
         fail_call = -1;
         llm_engine *engine = engine_new(target, &o);
         llm_engine *other = run % 2 ? engine : engine_new(target, &o);
@@ -761,7 +761,7 @@ static void test_failing_device(void **state) {
 }
 
 int main(void) {
-#ifdef __GLIBC__ /* engines are often created and freed: keep freed memory, which is faster */
+#ifdef __GLIBC__ /* engines are often created and freed: keeping freed memory is faster */
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
 #endif

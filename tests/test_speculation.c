@@ -16,7 +16,7 @@
 #include "tiny_model.h"
 
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
-#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary, but unrelated */
+#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* same vocabulary, otherwise unrelated */
 
 /* ---- Chi-squared ------------------------------------------------------------------------ */
 
@@ -71,7 +71,7 @@ typedef enum rule {
     CORRECTS_FROM_P,
     ACCEPTS_ALL,
     FORGETS_WHAT_IS_LEFT, /* tests later branches against the whole target */
-    KEEPS_REJECTED        /* tests them as if drawn from the whole draft */
+    KEEPS_REJECTED        /* tests later branches as if drawn from the whole draft */
 } rule;
 
 /* Draw one token: up to `branches` guesses from q, without replacement, accepted or corrected. */
@@ -148,8 +148,8 @@ static void test_rule(void **state) {
         assert_in_range(caught[wrong], wrong < KEEPS_REJECTED ? n : n - 1, n);
 }
 
-/* If draft and target agree, every guess is accepted. If they have no token in common, none is, and
- * the token still follows the target's distribution. */
+/* If draft and target agree, every guess is accepted. If they have no token in common, no guess is,
+ * and the token still follows the target's distribution. */
 static void test_rule_extremes(void **state) {
     (void)state;
     float p[SMALL] = {0.25f, 0.25f, 0.5f}, q[SMALL] = {0, 0, 0, 0.5f, 0.5f};
@@ -581,9 +581,9 @@ static void test_steps(void **state) {
     tiny_model_free(&same);
 }
 
-/* A greedy request with two branches, step by step: the draft's chain of half the proposals, and
- * then, for each position, the other of its two likeliest tokens. The draft's cache must follow the
- * branch that is accepted, or its next proposals are others. */
+/* A greedy request with two branches, step by step: the draft's chain of half the proposals and
+ * then, for each position, its second likeliest token. The draft's cache must follow the accepted
+ * branch, or its next proposals differ. */
 static void test_tree_steps(void **state) {
     enum { DEPTH = 6 };
     (void)state;
@@ -773,7 +773,7 @@ static void test_sampled_distribution(void **state) {
         if (d > FAR || e > FAR)
             fail_msg("depth %d: %.1f and %.1f standard deviations from the target's distribution",
                      depth, d, e);
-        if (branches > 1) /* at the chain's end, branches matter less */
+        if (branches > 1) /* at the end of the chain, branches matter less */
             assert_true(rate > a + 0.05 && in_a_step > formula * 1.05);
         for (int k = 0; k < depth && branches == 1; k++) {
             double n = (double)s.proposed_at[k], at = (double)s.accepted_at[k] / n;

@@ -1,5 +1,5 @@
 /* The life of a request, checked against a simple simulation: a million random calls (submit, step,
- * cancel) on a device that fails at random (token_backend.h). Each token  must be the one that the
+ * cancel) on a device that fails at random (token_backend.h). Each token must be the one that the
  * logits of its text select. Where requests share no prefixes and no draft model proposes, the
  * simulation predicts a step exactly: which sequences are admitted, scheduled, preempted and
  * resumed, with how many tokens and blocks, and what remains after a failure. In every walk, block
@@ -274,7 +274,7 @@ static bool any_preempted(const world *w) {
     return false;
 }
 
-/* The number of samples of admitted requests that have not ended, started or not. */
+/* The number of samples, started or not, of admitted requests that have not ended. */
 static int pledged_samples(const world *w) {
     int n = 0;
     for (int i = 0; i < w->n_admitted; i++) {

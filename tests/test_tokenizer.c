@@ -457,7 +457,7 @@ static void test_rule_names(void **state) {
 
 /* ---- Expressions and steps ------------------------------------------------------------------- */
 
-/* Write the text with | before each match and each text between matches, but the first one. */
+/* Write the text with | before each match and each text between matches, except the first. */
 static void mark_words(const llm__expression *e, const char *text, char *out) {
     llm_error err;
     size_t n = strlen(text);
@@ -702,7 +702,7 @@ static void test_steps(void **state) {
     for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
         vocab v = steps_vocab(&unknown[i], 1);
         assert_null(v.t);
-        assert_non_null(strstr(v.err.message, "tokenizer.llm.steps has the unknown or 33rd step '"));
+        assert_non_null(strstr(v.err.message, "tokenizer.llm.steps has a step that is unknown"));
         close_vocab(&v);
     }
     assert_int_equal(test_live, 0);
@@ -1107,7 +1107,7 @@ typedef struct piece {
     size_t start, length;
 } piece;
 
-/* Join the adjacent pair of the lowest cost, until every cost is HUGE_VAL (no such token). */
+/* Join the adjacent pair of the lowest cost, until every cost is HUGE_VAL (not a token). */
 static int naive_merge(const llm_tokenizer *t, const uint8_t *text, piece *pieces, int n,
                        double (*cost)(const llm_tokenizer *, const uint8_t *, piece, piece)) {
     for (;;) {
@@ -1525,11 +1525,11 @@ static void test_invalid_vocabularies(void **state) {
     gguf_string(&g, "tokenizer.ggml.pre", "gpt");
     refuse(&g, "splits words by the rule 'gpt', which is not known");
     put_arrays(&g, "gpt2", 4, -1, -1);
-    refuse(&g, "does not say by which rule words are split (tokenizer.ggml.pre is missing), as in "
-               "files that early converters made; get a newer");
+    refuse(&g, "does not name the rule that splits words (tokenizer.ggml.pre is missing), as after "
+               "early converters; get a newer");
     put_arrays(&g, "gpt2", 4, -1, -1);
     gguf_string(&g, "tokenizer.ggml.pre", "default");
-    refuse(&g, "does not say by which rule words are split (tokenizer.ggml.pre is 'default'");
+    refuse(&g, "does not name the rule that splits words (tokenizer.ggml.pre is 'default'");
     put_arrays(&g, "gpt2", 4, -1, -1);
     gguf_u32(&g, "tokenizer.ggml.pre", 2);
     refuse(&g, "tokenizer.ggml.pre is not a string");
@@ -1731,8 +1731,8 @@ static void test_failed_allocations(void **state) {
 
 /* ---- Real vocabularies ----------------------------------------------------------------------- */
 
-/* Texts and  their ids from the authors' own tokenizers (tests/data/tokenizers: texts separated by
- * a line, ids with one line per text). The vocabularies may not be distributed; LLM_SHARED names a
+/* Texts and their ids from the authors' own tokenizers (tests/data/tokenizers: texts separated by a
+ * line, ids with one line per text). The vocabularies may not be distributed; LLM_SHARED names a
  * folder whose tokenizers/ contains them. */
 static void check_cases(const char *name, const char *vocabulary) {
     static const char separator[] = "\n__ggml_vocab_test__\n";

@@ -190,16 +190,16 @@ static void token_forget(void *context, llm_program *program) {
     (void)program;
 }
 
-/* The token that token n of the sequence from `first` on follows; -1: none of the batch. A tree
- * lists the parents of all tokens but the first. */
+/* The token after which token n of the sequence from `first` on comes; -1: it is not in the batch.
+ * A tree lists the parents of all tokens but the first. */
 static int token_parent(const llm_batch *b, int first, int n) {
     bool tree = b->parents && n > first && b->parents[first + 1] >= 0;
     if (b->parents && !tree) assert_int_equal(b->parents[n], -1);
     return n == first ? -1 : tree ? b->parents[n] : n - 1;
 }
 
-/* Check where the batch writes its tokens: each goes to the slot that its place in the sequence and
- * the block table give, and no slot is written twice. */
+/* Check where the batch writes its tokens: each goes to the slot that the block table gives for its
+ * place in the sequence, and no slot is written twice. */
 static void token_check(token_device *d, const llm_cache *cache, const llm_batch *b) {
     int n = 0;
     assert_in_range(b->n_tokens, 1, d->max_tokens);

@@ -9,7 +9,7 @@ typedef struct tree_case {
     llm_attention_shape shape;
     llm_type type;
     int n_cached, n, block_size; /* tokens cached before the step, and tokens of the tree */
-    bool transposed, beside;     /* beside: two plain sequences share the batch */
+    bool transposed, beside;     /* beside: two plain sequences are in the batch, too */
 } tree_case;
 
 static inline void *tree_upload(llm_backend *b, const void *host, size_t bytes) {
@@ -30,8 +30,8 @@ static inline void *tree_random(size_t n, llm_type type, uint64_t stream) {
     return packed;
 }
 
-/* Compute a random tree in one step. Then, token by token, let copy_slots put the token's branch
- * together in a copy of the cache, and compute the token alone. Blocks are in random places. */
+/* Compute a random tree in one step. Then, token by token, make the token's branch contiguous with
+ * copy_slots, in a copy of the cache, and compute the token alone. Blocks are in random places. */
 static inline void check_tree(llm_backend *b, const tree_case *c, uint64_t seed) {
     enum { MOST = 64 };
     int heads = c->shape.n_heads, dim = c->shape.head_dim, n = c->n, beside = c->beside ? 2 : 0,

@@ -25,7 +25,7 @@ int main(int argc, char **argv) {
     bool good = engine && answers;
     for (int i = 0; good && i < n; i++) {
         llm_request request = llm_request_defaults();
-        request.max_tokens = 20 + 10 * (i % 3); /* a request that ends makes room */
+        request.max_tokens = 20 + 10 * (i % 3); /* they end at different times */
         request.user = &answers[i];
         good = llm_submit_text(engine, argc > 2 ? argv[2 + i] : some[i], &request, NULL, &err);
     }

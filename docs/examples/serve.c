@@ -59,7 +59,7 @@ typedef enum endpoint { COMPLETIONS, CHAT, OTHER } endpoint;
 typedef struct call call;
 typedef struct server server;
 
-/* What POST /engine/control asks for; -1: leave it as it is. */
+/* The settings that POST /engine/control changes; -1: unchanged. */
 typedef struct control {
     int paused, steps;       /* steps: to run, then pause */
     int pace;                /* most steps per second; 0: no limit */
@@ -67,13 +67,13 @@ typedef struct control {
 } control;
 
 typedef struct choice { /* one sample of one prompt */
-    buffer text;     /* answer so far; of a stream, what is not sent yet */
-    buffer tokens;   /* logprobs: JSON of the tokens (chat: of all fields) that are not sent yet */
-    buffer logprobs, tops, offsets; /* logprobs of completions: the other arrays */
+    buffer text;     /* answer so far; of a stream: the part not sent yet */
+    buffer tokens;   /* logprobs: JSON of tokens not sent yet (chat: of all fields) */
+    buffer logprobs, tops, offsets; /* logprobs of /v1/completions: the other arrays */
     int n_tokens;    /* tokens generated */
     size_t length;   /* bytes of text generated */
-    bool begun;      /* whether it has had an event */
-    bool started;    /* whether the first chunk has been sent */
+    bool begun;      /* it has had an event */
+    bool started;    /* its first chunk has been sent */
     const char *finish; /* finish reason; NULL: not ended */
 } choice;
 
@@ -81,25 +81,25 @@ typedef struct prompt { /* a call has one; /v1/completions may have several */
     call *call;
     int32_t *ids;
     int64_t n;
-    uint64_t request; /* the engine's id; 0: not submitted */
-    int cached;       /* tokens that were found in the prefix cache */
-    float *logprobs;  /* (n) echo: of each token of the prompt; NULL: not wanted */
-    buffer tops;      /* echo: JSON of the likeliest tokens, except for the first */
+    uint64_t request; /* the engine's id of the request; 0: not submitted */
+    int cached;       /* tokens found in the prefix cache */
+    float *logprobs;  /* (n) echo: logprob of each token of the prompt; NULL: not wanted */
+    buffer tops;      /* echo: JSON of the likeliest tokens at each place but the first */
 } prompt;
 
 struct call {
     server *server;
-    call *next;              /* in the inbox, or among the engine's calls */
+    call *next;              /* next in the inbox or among the engine's calls */
     struct MHD_Connection *connection;
-    int descriptor;          /* of its socket */
-    double began;            /* time of the request's first byte */
+    int descriptor;          /* descriptor of its socket */
+    double began;            /* time when the request's first byte arrived */
     char method[8], path[64];
     char client[64];         /* address of the client */
-    char id[48];             /* id in the answer */
-    char request_id[136];    /* x-request-id */
-    buffer body;             /* of the request */
+    char id[48];             /* id of the answer */
+    char request_id[136];    /* value of x-request-id */
+    buffer body;             /* body of the request */
     bool too_large;
-    /* ---- what the client asks for; constant once the engine has the call ---- */
+    /* ---- what the client wants; constant once the engine has the call ---- */
     endpoint endpoint;
     bool stream, usage, usage_always, echo, fallback; /* fallback: the model has no template */
     int logprobs;            /* likeliest tokens to list; -1: no logprobs */
@@ -109,19 +109,19 @@ struct call {
     prompt *prompts;
     int n_prompts;
     buffer echoed;           /* text of the prompt, to echo */
-    control control;         /* POST /engine/control */
+    control control;         /* settings of POST /engine/control */
     /* ---- for the engine's thread ---- */
     choice *choices;         /* (n_prompts, request.n_samples) */
     int n_live;              /* choices that have not ended */
     int n_generated;         /* tokens of all choices */
-    double queued, started, first, last; /* time of arrival, admission, first and latest token */
-    double sent;             /* time when something was added to `out` */
+    double queued, started, first, last; /* of arrival, admission, first and latest token */
+    double sent;             /* time of the latest addition to `out` */
     /* ---- guarded by the lock ---- */
     buffer out;              /* text for the client */
-    size_t out_at;           /* bytes of it that have been sent */
+    size_t out_at;           /* bytes of `out` that have been sent */
     int status;              /* HTTP status; 0: not known yet */
     bool owned;              /* the engine's thread has the call */
-    bool suspended;          /* the connection is */
+    bool suspended;          /* the connection is suspended */
     bool ended;              /* `out` is complete */
     bool gone;               /* the client has left */
     bool behind;             /* a watcher that needs a whole state next */
@@ -140,7 +140,7 @@ typedef struct histogram {
 typedef struct client {
     struct client *next, *previous;
     int descriptor;
-    double since; /* when it began to wait for a request; 0: a request is being answered */
+    double since; /* when it began to wait for a request; 0: one is being answered */
 } client;
 
 /* Settings that the page can change; the engine is restarted with them. */
@@ -148,51 +148,51 @@ typedef struct tuning {
     bool prefix_cache, chunked_prefill;
     bool speculation;        /* by the draft or, without one, by lookup */
     int block_size;
-    int cache_tokens;        /* slots of the cache; 0: as the server was started */
+    int cache_tokens;        /* slots of the cache; 0: as at the server's start */
 } tuning;
 
 struct server {
     const serve_options *options;
     const llm_model *model;
     const llm_tokenizer *tokenizer;
-    llm_engine *engine;      /* used by the engine's thread alone; NULL: none could be made */
+    llm_engine *engine;      /* used only by the engine's thread; NULL: creation failed */
     llm_engine_options first; /* options that the server was started with */
-    view view;               /* of the engine's thread */
-    double told;             /* when its changes were last sent to the watchers */
+    view view;               /* used only by the engine's thread */
+    double told;             /* when changes were last sent to the watchers */
     double looked;           /* when the watchers' connections were last checked */
     bool controls;           /* the page may control the engine; constant */
-    call *calls;             /* of the engine's thread: submitted, not ended */
+    call *calls;             /* used only by the engine's thread: calls submitted, not ended */
     time_t created;
     uint64_t seed;           /* makes ids and seeds differ */
     llm_error failure;       /* why the engine failed */
-    bool failed;             /* it failed for good */
+    bool failed;             /* the failure is permanent */
     pthread_t thread;
     /* ---- guarded by the lock ---- */
     pthread_mutex_t lock;
-    pthread_cond_t wake;     /* for the engine's thread: a call has arrived, or gone */
+    pthread_cond_t wake;     /* for the engine's thread: a call has arrived or gone */
     call *inbox, **inbox_end; /* calls that the engine's thread has not taken yet */
-    int n_inbox;             /* prompts in it */
-    int n_open;              /* HTTP requests that are not finished */
+    int n_inbox;             /* prompts in the inbox */
+    int n_open;              /* HTTP requests not finished yet */
     bool ending;             /* no new calls are accepted */
     bool stopped;            /* the engine's thread must end now */
     bool broken;             /* the last step failed */
     uint64_t n_calls;
     client *clients;
-    llm_statistics statistics; /* of the engine, after its last step */
-    llm_statistics past;     /* totals of the engines before this one */
-    uint64_t prompt_tokens, generated_tokens; /* of all calls */
+    llm_statistics statistics; /* statistics of the engine after its last step */
+    llm_statistics past;     /* totals of earlier engines */
+    uint64_t prompt_tokens, generated_tokens; /* totals of all calls */
     histogram ttft, between, whole, queue;
     uint64_t finished[5];    /* by index in `finish_reasons` */
-    llm_engine_options settings; /* of the engine */
-    tuning tuning;           /* the part of them that the page can change */
+    llm_engine_options settings; /* settings of the engine */
+    tuning tuning;           /* the settings that the page can change */
     bool paused;
-    int n_steps;             /* steps to run although paused */
-    int pace;                /* most steps per second, to watch them; 0: no limit */
-    double next_step;        /* when the next one may run at that pace */
-    call *controlling;       /* calls of /engine/control that the engine's thread has not taken */
+    int n_steps;             /* steps to run while paused */
+    int pace;                /* most steps per second, for watching; 0: no limit */
+    double next_step;        /* time when the next step may run, with a pace */
+    call *controlling;       /* calls of /engine/control, not yet taken by the engine's thread */
     call *watchers;          /* calls of /engine/events */
     int n_watchers;
-    bool stirred;            /* the engine's thread has something to do for a watcher */
+    bool stirred;            /* the engine's thread has work for a watcher */
     double last_ttft;        /* seconds; 0: none yet */
 };
 
@@ -282,7 +282,7 @@ static bool is_given(const llm_json_node *node) {
     return node && !llm_json_has_kind(node, LLM_JSON_NULL);
 }
 
-/* Each of these leaves *out as it is if the member is absent or null. False: the call is
+/* The read_ functions leave *out unchanged if the member is absent or null. False: the call is
  * refused. */
 static bool read_number(call *c, const llm_json_node *body, const char *name, double low,
                         double high, float *out) {
@@ -386,7 +386,7 @@ static bool read_sampling(call *c, const llm_json_node *body) {
     llm_sampling *p = &c->request.sampling;
     int low_priority = 0;
     p->temperature = 1;
-    p->penalty_window = 0; /* as elsewhere, all tokens count */
+    p->penalty_window = 0; /* as in other servers, all tokens count */
     bool good = read_number(c, body, "temperature", 0, 2, &p->temperature) &&
                 read_number(c, body, "top_p", 1e-6, 1, &p->top_p) &&
                 read_int(c, body, "top_k", -1, INT32_MAX, &p->top_k) &&
@@ -397,7 +397,7 @@ static bool read_sampling(call *c, const llm_json_node *body) {
                 read_bias(c, body) && read_seed(c, body) &&
                 read_int(c, body, "priority", -1000000, 1000000, &low_priority);
     if (p->top_k < 0) p->top_k = 0;
-    c->request.priority = -low_priority; /* in this API, lower numbers come first */
+    c->request.priority = -low_priority; /* OpenAI's API: lower numbers come first */
     return good;
 }
 
@@ -416,7 +416,7 @@ static bool has_tools(const call *c, const llm_json_node *body) {
            mentions(llm_chat_template_source(s->tokenizer, &s->options->chat), "tools");
 }
 
-/* What this server does not do is refused, not ignored. */
+/* Refuse, rather than ignore, what this server does not support. */
 static bool refuse_unsupported(call *c, const llm_json_node *body) {
     const char *const names[] = {has_tools(c, body) ? "functions" : "tools", "functions",
                                  "suffix", "audio", "prompt_embeds"};
@@ -528,7 +528,7 @@ static bool read_ids(call *c, const llm_json_node *array, prompt *p) {
     return true;
 }
 
-/* The prompt of /v1/completions: a text, an array of ids, or an array of these. */
+/* Read the prompt of /v1/completions: a text, an array of ids, or an array of these. */
 static bool read_prompts(call *c, const llm_json_node *body) {
     const llm_json_node *node = llm_json_member(body, "prompt"), *one;
     const llm_json_node *first = llm_json_first(node);
@@ -559,7 +559,7 @@ static bool read_prompts(call *c, const llm_json_node *body) {
     return true;
 }
 
-/* The text of a message: a string, or a list of parts of type text, joined in `joined`. */
+/* Read the text of a message: a string, or a list of parts of type text, appended to `joined`. */
 static bool read_content(call *c, const llm_json_node *message, int index, buffer *joined,
                          llm_message *out) {
     const llm_json_node *content = llm_json_member(message, "content"), *part;
@@ -614,7 +614,7 @@ static bool read_messages(call *c, const llm_json_node *list, llm_message *messa
     return true;
 }
 
-/* A conversation for a model without a template: each message after the name of its role. */
+/* Write a conversation for a model without a template: each message after the name of its role. */
 static bool plain_conversation(call *c, const llm_message *messages, int n) {
     static const char *const names[] = {"System", "User", "Assistant"};
     buffer text = {0};
@@ -659,7 +659,7 @@ static void add_node(buffer *b, const llm_json_node *node) {
     }
 }
 
-/* A conversation with tools or variables, which the template reads as they are. */
+/* Tokenize a conversation with tools or variables, which the template reads directly. */
 static bool json_conversation(call *c, const llm_json_node *body) {
     static const char *const names[] = {"messages", "tools", "chat_template_kwargs"};
     llm_chat_options options = c->server->options->chat;
@@ -710,7 +710,7 @@ static bool read_conversation(call *c, const llm_json_node *body) {
     return good;
 }
 
-/* Speculate as the server was started, or as the page has switched it. */
+/* Speculate as set at the server's start or, later, by the page. */
 static void choose_speculation(call *c) {
     server *s = c->server;
     pthread_mutex_lock(&s->lock);
@@ -722,7 +722,7 @@ static void choose_speculation(call *c) {
     c->request.lookup = s->options->lookup || !s->first.draft;
 }
 
-/* Read the body of a request for text. */
+/* Read the body of a completion or chat request. */
 static bool read_request(call *c, const llm_json_node *body) {
     llm_request *r = &c->request;
     char own[64];
@@ -760,7 +760,8 @@ static bool read_request(call *c, const llm_json_node *body) {
  * [3] Answering
  * ================================================================================== */
 
-/* The text of one token, as bytes that need not be UTF-8. text: llm_stream_capacity bytes and 8. */
+/* The text of one token, as bytes that may not be UTF-8. text: room for llm_stream_capacity + 8
+ * bytes. */
 static size_t token_text(const llm_tokenizer *t, int32_t id, char *text) {
     llm_stream stream = {.started = true}; /* keep a leading space */
     size_t n = llm_stream_decode(t, &stream, id, text);
@@ -782,8 +783,7 @@ static void separate(buffer *b) {
     if (b->length) add_text(b, ", ");
 }
 
-/* Add an object with the likeliest tokens and their logprobs. Tokens of the same text count
- * once. */
+/* Add an object with the likeliest tokens and their logprobs; only the first of equal texts. */
 static void add_top(buffer *b, const llm_tokenizer *t, const llm_token_logprob *top, int n,
                     char *text) {
     buffer keys = {0}; /* the quoted texts so far, each followed by a zero */
@@ -795,7 +795,7 @@ static void add_top(buffer *b, const llm_tokenizer *t, const llm_token_logprob *
         if (keys.failed) break;
         while (at < start && strcmp(keys.data + at, keys.data + start))
             at += strlen(keys.data + at) + 1;
-        if (at < start) { /* it is there already */
+        if (at < start) { /* already in the object */
             keys.length = start;
             continue;
         }
@@ -842,7 +842,7 @@ static void add_logprobs(call *c, choice *x, const llm_event *e) {
     free(text);
 }
 
-/* Add the logprobs that are not sent yet, and forget them. */
+/* Send the logprobs not sent yet, and clear them. */
 static void put_logprobs(call *c, choice *x) {
     buffer *b = &c->out;
     if (c->logprobs < 0 || (!x->tokens.length && c->stream)) {
@@ -897,7 +897,7 @@ static void put_head(call *c) {
     add_text(&c->out, ", \"system_fingerprint\": \"llm-" LLM_VERSION "\", \"choices\": [");
 }
 
-/* A choice of an answer or of a chunk. */
+/* Add a choice to an answer or a chunk. */
 static void put_choice(call *c, choice *x) {
     buffer *b = &c->out;
     bool chat = c->endpoint == CHAT;
@@ -924,7 +924,7 @@ static void put_choice(call *c, choice *x) {
     x->started = true;
 }
 
-/* A chunk of a stream with one choice, or with usage alone (x NULL). */
+/* Add a chunk of a stream with one choice, or with usage alone (x NULL). */
 static void put_chunk(call *c, choice *x) {
     add_text(&c->out, "data: ");
     put_head(c);
@@ -957,7 +957,7 @@ static void put_end(call *c) {
     c->ended = true;
 }
 
-/* End a call with an error: a stream that has begun gets it as an event. */
+/* End a call with an error: a stream that has begun gets the error as an event. */
 static void put_error(call *c, int status, const char *code, const char *message) {
     buffer sent = c->out;
     bool begun = c->stream && c->status == 200;
@@ -984,7 +984,7 @@ static void observe(histogram *h, double x) {
 
 /* ---- Events --------------------------------------------------------------------------------- */
 
-/* The text of the prompt is the beginning of each choice if it is echoed. */
+/* Begin a choice; with echo, with the text of the prompt. */
 static void begin_choice(call *c, const prompt *p, choice *x) {
     const llm_tokenizer *t = c->server->tokenizer;
     char *text = c->logprobs >= 0 && c->echo ? (char *)malloc(llm_stream_capacity(t) + 8) : NULL;
@@ -1060,8 +1060,8 @@ static void take_event(server *s, const llm_event *e) {
  * [4] Watching
  *
  * view.h keeps a picture of the engine up to date. At most 20 times a second, what has changed
- * goes to all watchers (GET /engine/events) as one line of JSON. A watcher that is new, or has not
- * read the last line, gets the whole state instead, so a slow watcher needs a bounded buffer.
+ * is sent to all watchers (GET /engine/events) as one line of JSON. A watcher that is new, or has
+ * not read the last line, gets the whole state instead, so its buffer stays bounded.
  * ================================================================================== */
 
 static const char *word(bool x) { return x ? "true" : "false"; }
@@ -1073,8 +1073,8 @@ static void put_tuning(buffer *b, const tuning *t) {
         t->cache_tokens);
 }
 
-/* Add the state of the engine, or what has changed since the last one was sent. Called by the
- * engine's thread; the lock is held. */
+/* Add the whole state of the engine, or the changes since the last one was sent. Called by the
+ * engine's thread, which holds the lock. */
 static void put_state(buffer *b, const server *s, bool whole) {
     const view *v = &s->view;
     const llm_statistics *t = &s->statistics, *past = &s->past;
@@ -1103,7 +1103,7 @@ static void put_state(buffer *b, const server *s, bool whole) {
         (long long)t->blocks_free, (long long)t->blocks_shared);
 }
 
-/* Let the client's thread continue with a call. The lock is held. */
+/* Resume the connection of a call. The lock is held. */
 static void resume(call *c) {
     if (c->out.failed && !c->ended) {
         c->out.failed = false;
@@ -1114,12 +1114,12 @@ static void resume(call *c) {
     MHD_resume_connection(c->connection);
 }
 
-/* Find out which watchers have left, and send a comment to those that got nothing for long. */
+/* Find the watchers that have left, and send a comment to those that have long got nothing. */
 static void review_watchers(server *s, double now) {
     for (call *c = s->watchers; c; c = c->next) {
         struct pollfd polled = {.fd = c->descriptor, .events = POLLRDHUP};
         if (!c->gone && poll(&polled, 1, 0) > 0) {
-            resume(c); /* so that its connection is closed */
+            resume(c); /* to close its connection */
             c->gone = true;
         } else if (now - c->sent > 5 && c->out.length == c->out_at) {
             add_text(&c->out, ": waiting\n\n");
@@ -1129,7 +1129,7 @@ static void review_watchers(server *s, double now) {
     }
 }
 
-/* Send what has changed to the watchers, unless that was done just now. */
+/* Send the changes to the watchers, unless that was done a moment ago. */
 static void inform_watchers(server *s) {
     view *v = &s->view;
     double now = llm_seconds();
@@ -1169,7 +1169,7 @@ static void inform_watchers(server *s) {
  * [5] The engine
  * ================================================================================== */
 
-/* Called with the logits of each position of a prompt whose logprobs are to be echoed. */
+/* Called with the logits of each position of a prompt whose logprobs are echoed. */
 static void see_logits(void *user, uint64_t request, int sample, int position, float *logits) {
     prompt *p = (prompt *)user;
     call *c = p->call;
@@ -1218,7 +1218,7 @@ static void submit(server *s, call *c) {
         bool large = err.status == LLM_ERROR_CAPACITY;
         put_error(c, large ? 400 : 500, large ? "context_length_exceeded" : "engine_error",
                   err.message);
-        c->n_live = i * c->request.n_samples; /* those that were cancelled */
+        c->n_live = i * c->request.n_samples; /* the cancelled ones */
         pthread_mutex_unlock(&s->lock);
         return;
     }
@@ -1235,7 +1235,7 @@ static void cancel(server *s, const call *c) {
         if (c->prompts[i].request) llm_cancel(s->engine, c->prompts[i].request, NULL);
 }
 
-/* Find out which clients have left: nothing is read from a suspended connection. */
+/* Find the clients that have left: nothing is read from a suspended connection. */
 static void find_gone(server *s) {
     enum { AT_ONCE = 64 };
     struct pollfd polled[AT_ONCE];
@@ -1250,7 +1250,7 @@ static void find_gone(server *s) {
         if (n && (n == AT_ONCE || !c) && poll(polled, (nfds_t)n, 0) > 0)
             for (int i = 0; i < n; i++)
                 if (polled[i].revents) {
-                    resume(calls[i]); /* so that its connection is closed */
+                    resume(calls[i]); /* to close its connection */
                     calls[i]->gone = true;
                 }
         if (n == AT_ONCE) n = 0;
@@ -1259,9 +1259,9 @@ static void find_gone(server *s) {
     pthread_mutex_unlock(&s->lock);
 }
 
-enum { COMMENT_SECONDS = 5 }; /* a stream gets a comment line if it has sent nothing for so long */
+enum { COMMENT_SECONDS = 5 }; /* a stream that has sent nothing for this long gets a comment line */
 
-/* Remove the calls that have ended, cancel those whose client has left, and keep streams alive. */
+/* Remove ended calls, cancel those whose client has left, and keep streams alive. */
 static void review_calls(server *s) {
     double now = llm_seconds();
     find_gone(s);
@@ -1294,8 +1294,8 @@ static bool may_step(const server *s) {
     return !s->pace || llm_seconds() >= s->next_step;
 }
 
-/* Wait until there is something to do. Clients that watch, or might leave while the engine is
- * paused, are checked several times a second. The lock is held. */
+/* Wait until there is work. Watchers, and clients that may leave while the engine is paused, are
+ * checked several times a second. The lock is held. */
 static void await_work(server *s) {
     while (!s->stopped && !s->inbox && !s->controlling && !s->stirred && !may_step(s)) {
         if (!s->calls && !s->watchers) {
@@ -1313,7 +1313,7 @@ static void await_work(server *s) {
     s->stirred = false;
 }
 
-/* Take the calls that have arrived; wait for one if there is nothing to do. False: stop. */
+/* Take the calls that have arrived; wait for one if there is no work. False: stop. */
 static bool take_calls(server *s) {
     call *arrived = NULL;
     pthread_mutex_lock(&s->lock);
@@ -1385,7 +1385,7 @@ static bool start_engine(server *s, const tuning *t, llm_error *err) {
         o.cache_bytes =
             (uint64_t)t->cache_tokens * llm_model_cache_bytes_per_token(s->model, o.cache_type);
     int context = o.context_length ? o.context_length : llm_model_config(s->model)->context_length;
-    if (context > 4096) context = 4096; /* activations of a step take memory */
+    if (context > 4096) context = 4096; /* activations of a step need memory */
     if (!o.chunked_prefill && s->first.chunked_prefill && o.max_batch_tokens < context)
         o.max_batch_tokens = context; /* a request must fit in a step */
     llm_engine *engine = llm_engine_create(s->model, &o, err);
@@ -1402,8 +1402,8 @@ static bool start_engine(server *s, const tuning *t, llm_error *err) {
     return true;
 }
 
-/* Replace the engine with one that has other settings. If that is impossible, the old settings
- * stay, and the message says why. */
+/* Replace the engine by one with other settings. On failure, the old settings stay, and err says
+ * why. */
 static bool restart_engine(server *s, const tuning *t, llm_error *err) {
     tuning old = s->tuning;
     fail_calls(s, 503, "engine_restarted",
@@ -1425,7 +1425,7 @@ static bool restart_engine(server *s, const tuning *t, llm_error *err) {
     return false;
 }
 
-/* Do what a call of /engine/control asks for, and write its answer. */
+/* Apply the settings of a call of /engine/control, and write its answer. */
 static void apply_control(server *s, call *c) {
     const control *x = &c->control;
     tuning t = s->tuning, old = t;
@@ -1481,9 +1481,9 @@ static void take_controls(server *s) {
 
 /* ---- The thread ---------------------------------------------------------------------------- */
 
-enum { MOST_FAILURES = 5 }; /* failed steps in a row after which the engine is given up */
+enum { MOST_FAILURES = 5 }; /* consecutive failed steps after which the engine is abandoned */
 
-/* Run a step, unless the engine is paused. Returns what llm_step does, or 0. */
+/* Run a step, unless the engine is paused. Returns the result of llm_step, or 0. */
 static int run_step(server *s, llm_error *err) {
     pthread_mutex_lock(&s->lock);
     bool may = may_step(s);
@@ -1502,13 +1502,13 @@ static void *run_engine(void *server_) {
         int worked = run_step(s, &err);
         take_events(s);
         review_calls(s);
-        take_events(s); /* of cancelled calls */
+        take_events(s); /* those of cancelled calls */
         inform_watchers(s);
         failures = worked < 0 ? failures + 1 : 0;
         pthread_mutex_lock(&s->lock);
         s->broken = failures > 0;
         pthread_mutex_unlock(&s->lock);
-        if (failures) usleep(100000); /* the next step tries again */
+        if (failures) usleep(100000); /* before the next attempt */
         if (failures < MOST_FAILURES) continue;
         s->failure = err;
         fail_calls(s, 500, "engine_error", err.message);
@@ -1669,7 +1669,7 @@ static enum MHD_Result respond_stream(call *c) {
         MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16384, read_out, c, NULL);
     if (r) {
         MHD_add_response_header(r, "Cache-Control", "no-cache");
-        MHD_add_response_header(r, "X-Accel-Buffering", "no"); /* nginx passes chunks on */
+        MHD_add_response_header(r, "X-Accel-Buffering", "no"); /* makes nginx forward each chunk */
     }
     return respond(c, 200, "text/event-stream; charset=utf-8", r);
 }
@@ -1698,7 +1698,7 @@ static enum MHD_Result deliver(call *c) {
     return respond_stream(c);
 }
 
-/* Hand a call to the engine's thread, unless too many wait. */
+/* Pass a call to the engine's thread, unless too many are waiting. */
 static enum MHD_Result enqueue(call *c) {
     server *s = c->server;
     pthread_mutex_lock(&s->lock);
@@ -1910,8 +1910,8 @@ static enum MHD_Result get_events(call *c) {
     return respond_text(c, c->status, "application/json", &c->out);
 }
 
-/* Whether a request comes from the server's own page, or from no page. Without this, any page that
- * a browser on this machine shows could control the engine. */
+/* Whether a request comes from the server's own page, or from no page. Without this check, any page
+ * open in a browser on this machine could control the engine. */
 static bool is_own_page(const call *c) {
     const char *origin = MHD_lookup_connection_value(c->connection, MHD_HEADER_KIND, "Origin");
     const char *host = MHD_lookup_connection_value(c->connection, MHD_HEADER_KIND, "Host");
@@ -1984,7 +1984,7 @@ static enum MHD_Result post_control(call *c) {
 
 typedef struct route {
     const char *method, *path;
-    bool open; /* without a key */
+    bool open; /* needs no key */
     enum MHD_Result (*answer)(call *);
 } route;
 
@@ -2151,7 +2151,7 @@ static enum MHD_Result handle(void *server_, struct MHD_Connection *connection, 
     client *x = client_of(connection);
     pthread_mutex_lock(&s->lock);
     bool answered = c->owned || c->status;
-    if (x && !answered) x->since = 0; /* the whole request is here */
+    if (x && !answered) x->since = 0; /* the whole request has arrived */
     pthread_mutex_unlock(&s->lock);
     return answered ? deliver(c) : answer(c);
 }
@@ -2247,7 +2247,7 @@ fail(llm_error *err, llm_status status, const char *format, ...) {
     return false;
 }
 
-/* Whether only this machine can reach an address. */
+/* Whether an address is reachable only from this machine. */
 static bool is_loopback(const struct sockaddr_storage *address) {
     if (address->ss_family == AF_INET)
         return ntohl(((const struct sockaddr_in *)address)->sin_addr.s_addr) >> 24 == 127;
@@ -2255,7 +2255,7 @@ static bool is_loopback(const struct sockaddr_storage *address) {
            IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)address)->sin6_addr);
 }
 
-/* Open a socket that listens; its URL goes to `url`. -1: failed. */
+/* Open a listening socket and write its URL to `url`. -1: failed. */
 static int listen_on(const serve_options *o, char *url, size_t size, bool *loopback,
                      llm_error *err) {
     struct addrinfo hints = {.ai_flags = AI_PASSIVE, .ai_socktype = SOCK_STREAM}, *found = NULL;
@@ -2286,7 +2286,7 @@ static int listen_on(const serve_options *o, char *url, size_t size, bool *loopb
     return s;
 }
 
-/* Each connection is an open file. */
+/* Allow n open files: each connection is one. */
 static void allow_files(int n) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= (rlim_t)n) return;
@@ -2308,7 +2308,7 @@ static struct MHD_Daemon *start_http(server *s, int listening) {
         s, MHD_OPTION_END);
 }
 
-/* Wait until the running calls have ended, but at most the grace time; then end them. */
+/* Wait until the running calls have ended, for at most the grace time; then end them. */
 static void end_calls(server *s) {
     double end = llm_seconds() + s->options->grace_seconds;
     bool busy = true;
@@ -2328,7 +2328,7 @@ static void end_calls(server *s) {
     pthread_cond_signal(&s->wake);
     pthread_mutex_unlock(&s->lock);
     pthread_join(s->thread, NULL);
-    for (int i = 0; busy && i < 100; i++) { /* let the last output be sent */
+    for (int i = 0; busy && i < 100; i++) { /* wait until the last output is sent */
         pthread_mutex_lock(&s->lock);
         busy = s->n_open > 0;
         pthread_mutex_unlock(&s->lock);

@@ -11,7 +11,7 @@ typedef struct serve_options { /* start from serve_defaults() */
     const char *host;        /* address to listen on; default "127.0.0.1" */
     int port;                /* 0: any free one; default 8080 */
     const char *const *keys; /* (n_keys) accepted API keys */
-    int n_keys;              /* 0 (default): any key, or none, is accepted */
+    int n_keys;              /* number of keys; 0 (default): any key, or none, is accepted */
     const char *model_name;  /* name of the model for clients; required */
     const char *cors;        /* origin that browsers may call from, or "*"; NULL (default): none */
     int max_waiting;         /* requests that may wait; further ones are refused; default 256 */

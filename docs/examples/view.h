@@ -12,7 +12,7 @@ typedef struct track { /* a sequence that has not ended */
     int sample;
     int number;              /* in order of arrival, from 1 */
     llm_state state;
-    int n_prompt, most;      /* tokens of the prompt; of prompt and longest answer */
+    int n_prompt, most;      /* tokens of the prompt; of the prompt and the longest answer */
     int position;            /* tokens in the cache after this step */
     int n_generated, n_cached; /* tokens generated; found in the prefix cache */
     int32_t *blocks;         /* (n_blocks) */
@@ -20,7 +20,7 @@ typedef struct track { /* a sequence that has not ended */
 } track;
 
 typedef struct block { /* of the cache */
-    int owner;               /* number of a sequence that has it; 0: none */
+    int owner;               /* number of a sequence that holds the block; 0: none */
     int count;               /* block tables that contain it */
     bool kept;               /* it is free, and the prefix cache can find its content */
     bool changed;            /* since the last state was sent */
@@ -97,7 +97,8 @@ static void set_entry(track *t, int place, int32_t id) {
     if (place >= t->n_blocks) t->n_blocks = place + 1;
 }
 
-/* Another sequence that has the block; shared blocks have the same place in all block tables. */
+/* Find another sequence that holds the block; shared blocks have the same place in all block
+ * tables. */
 static int heir(const view *v, int place, int32_t id) {
     for (int i = 0; i < v->n_tracks; i++)
         if (place < v->tracks[i].n_blocks && v->tracks[i].blocks[place] == id)
@@ -183,7 +184,7 @@ static void view_free(view *v) {
     free(v->blocks);
 }
 
-/* Begin again, for an engine with this many blocks; the numbers of sequences go on. */
+/* Begin again for an engine with this many blocks; the numbering of sequences continues. */
 static void view_reset(view *v, int64_t n_blocks) {
     int n = (int)(n_blocks < MOST_BLOCKS ? n_blocks : MOST_BLOCKS);
     view_free(v);
@@ -192,8 +193,8 @@ static void view_reset(view *v, int64_t n_blocks) {
     if (!v->blocks) v->n_blocks = 0; /* none is shown */
 }
 
-/* Add the members "blocks", "sequences" and "steps" of a JSON object: the whole state, or what has
- * changed since view_sent. A block is four numbers, a sequence and a step are an array each. */
+/* Add the members "blocks", "sequences" and "steps" of a JSON object: the whole state, or the
+ * changes since view_sent. A block is four numbers; a sequence and a step are an array each. */
 static void put_view(buffer *b, const view *v, bool whole) {
     add_text(b, "\"blocks\": [");
     const char *comma = "";
@@ -221,7 +222,7 @@ static void put_view(buffer *b, const view *v, bool whole) {
     add_text(b, "]");
 }
 
-/* Note that what has changed was sent. */
+/* Note that the changes were sent. */
 static void view_sent(view *v) {
     for (int i = 0; i < v->n_blocks; i++) v->blocks[i].changed = false;
     v->n_sent = v->n_steps;
