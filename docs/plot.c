@@ -529,19 +529,24 @@ static bool plot_ends_right(const plot *p, const plot_series *one, const plot_ax
     return i >= 0 && !one->dots && plot_place(x, one->x[i]) > 0.9;
 }
 
-/* Count the points of lines, and the names written before, that a name would cover. */
-static int plot_covered(const plot *p, const plot_axis *x, const plot_axis *y, plot_box b,
-                        plot_box name, const plot_box *names) {
+/* Does each point of the series have a dot? Long lines have none. */
+static bool plot_has_dots(const plot_series *s) { return s->dots || s->n <= 40; }
+
+/* Count the points of lines, and the names written before, that the name of a series would cover.
+ * It must not be near a dot of another series either: it would look like that one's name. */
+static int plot_covered(const plot *p, const plot_series *named, const plot_axis *x,
+                        const plot_axis *y, plot_box b, plot_box name, const plot_box *names) {
     int covered = 0;
     for (int s = 0; s < p->n_series; s++) {
         const plot_series *one = &p->series[s];
-        double x0 = 0, y0 = 0, x1, y1;
+        double x0 = 0, y0 = 0, x1, y1, around = one == named || !plot_has_dots(one) ? 5 : 14;
         for (int i = 0; i < one->n; i++, x0 = x1, y0 = y1) {
             plot_point_of(one, i, x, y, b, &x1, &y1);
             for (int k = i && !one->dots ? 0 : 15; k < 16; k++) {
-                double px = x1 + (x0 - x1) * (15 - k) / 16, py = y1 + (y0 - y1) * (15 - k) / 16;
-                covered += px > name.left - 5 && px < name.right + 5 && py > name.top - 3 &&
-                           py < name.bottom + 3;
+                double px = x1 + (x0 - x1) * (15 - k) / 16, py = y1 + (y0 - y1) * (15 - k) / 16,
+                       apart = k == 15 ? around : 5;
+                covered += px > name.left - apart && px < name.right + apart &&
+                           py > name.top + 2 - apart && py < name.bottom - 2 + apart;
             }
         }
         if (name.right > names[s].left && name.left < names[s].right &&
@@ -569,7 +574,7 @@ static void plot_draw_names(scene *s, const plot *p, const plot_axis *x, const p
             plot_point_of(one, place < 8 ? i : 0, x, y, b, &px, &py);
             px += places[place % 8][0], py += places[place % 8][1];
             plot_box name = {px, py - 12, px + width, py + 4};
-            int covered = plot_covered(p, x, y, b, name, names);
+            int covered = plot_covered(p, one, x, y, b, name, names);
             if (covered >= least) continue;
             least = covered;
             best = name;
@@ -604,9 +609,6 @@ static void plot_draw_names_right(scene *s, const plot *p, const plot_axis *x, c
     }
     free(at);
 }
-
-/* Does each point of the series have a dot? Long lines have none. */
-static bool plot_has_dots(const plot_series *s) { return s->dots || s->n <= 40; }
 
 static void plot_draw_series(scene *s, const plot_series *one, int shape, const plot_axis *x,
                              const plot_axis *y, plot_box b) {

@@ -1092,7 +1092,7 @@ static void test_damaged_split_models(void **state) {
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "part 3 of 3 of the model is missing or damaged");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "the version");
     write_part(2, 3, part(2, 3, 1, 5, SPLIT_ALL));
-    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 2 of 3");
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but its metadata says part 2 of 3");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "its name must end in -00002-of-00003.gguf");
     write_part(2, 3, part(2, 5, 2, 5, SPLIT_ALL));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "but its metadata says part 3 of 5");

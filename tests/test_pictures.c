@@ -182,6 +182,35 @@ static void test_places(void **state) {
     scene_free(&s);
 }
 
+/* A name is next to its own dot, and not as near to that of another series. */
+static void test_names_apart(void **state) {
+    (void)state;
+    for (int step = 2; step < 30; step++) {
+        plot p = plot_new(PLOT_LINES, "Two dots", "x", "y");
+        for (int s = 0; s < 2; s++) {
+            plot_series_add(&p, s ? "there" : "here");
+            p.series[s].dots = true;
+            for (int i = 0; i < 2 && s; i++) plot_point(&p, s, 100 * i, 10 * i);
+            plot_point(&p, s, 50 + 0.5 * s * step, 5);
+        }
+        scene s = plot_scene(&p, 1);
+        plot_box name = {0};
+        for (int i = 0; i < s.n; i++)
+            if (s.items[i].kind == SCENE_TEXT && !strcmp(s.items[i].text, "here"))
+                name = text_box(&s.items[i]);
+        assert_true(name.right > 0);
+        for (int i = 0; i < s.n; i++) {
+            const scene_item *dot = &s.items[i];
+            if (dot->kind != SCENE_POLYGON || dot->colour != 1) continue;
+            double x = (dot->x[0] + dot->x[2]) / 2, y = (dot->y[0] + dot->y[2]) / 2;
+            assert_false(x > name.left - 12 && x < name.right + 12 && y > name.top - 8 &&
+                         y < name.bottom + 8);
+        }
+        scene_free(&s);
+        plot_free(&p);
+    }
+}
+
 static void test_png(void **state) {
     (void)state;
     scene s = sample_scene();
@@ -276,9 +305,9 @@ static void test_letters(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_xml_checker), cmocka_unit_test(test_svg),
-        cmocka_unit_test(test_places),      cmocka_unit_test(test_png),
-        cmocka_unit_test(test_html),        cmocka_unit_test(test_smooth),
-        cmocka_unit_test(test_letters),
+        cmocka_unit_test(test_places),      cmocka_unit_test(test_names_apart),
+        cmocka_unit_test(test_png),         cmocka_unit_test(test_html),
+        cmocka_unit_test(test_smooth),      cmocka_unit_test(test_letters),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
